@@ -1,0 +1,1 @@
+"""Indexed files, samples, blends, samplers and loaders."""

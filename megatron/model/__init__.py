@@ -1,0 +1,1 @@
+"""The network as a DeepSpeed pipeline of tensor-parallel layers."""

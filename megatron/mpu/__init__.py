@@ -1,0 +1,1 @@
+"""Tensor parallelism: context, tags, collectives, layers, loss, random streams."""

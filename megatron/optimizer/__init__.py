@@ -1,0 +1,1 @@
+"""Parameter groups, learning-rate schedule and batch-size schedule."""

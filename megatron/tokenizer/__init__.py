@@ -1,0 +1,1 @@
+"""Tokenizers under one small interface."""
