@@ -1,0 +1,147 @@
+"""BitFit (Ben Zaken et al., arXiv 2106.10199): which parameters train, and the report.
+
+Freezing happens once, between building the model and building the optimizer:
+DeepSpeed then never sees a gradient, a buffer or a state for a frozen weight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron.errors import RunError
+from megatron.mpu.context import ParallelContext
+from megatron.mpu.tags import ParamTag, full_shape, tag_of, tag_parameter
+
+
+def is_bias(name: str) -> bool:
+    """Whether a dotted parameter name ends in the component ``bias``, exactly."""
+    return name.rpartition(".")[2] == "bias"
+
+
+def freeze(model: torch.nn.Module) -> None:
+    """Leave only the biases trainable: linear, LayerNorm and embedding-LayerNorm ones.
+
+    Must run before the optimizer exists; nothing after it may change ``requires_grad``.
+    """
+    for name, param in model.named_parameters():
+        param.requires_grad_(is_bias(name))
+
+
+def has_bias(model: torch.nn.Module) -> bool:
+    """Whether this rank's layers hold any bias at all."""
+    return any(is_bias(name) for name, _ in model.named_parameters())
+
+
+def trainable(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    """Name and parameter of all that trains on this rank, without an anchor."""
+    return [(name, param) for name, param in model.named_parameters()
+            if param.requires_grad and not is_anchor(param)]
+
+
+# --- stages with nothing to train -------------------------------------------------------------
+
+
+def is_anchor(param: torch.nn.Parameter) -> bool:
+    """Whether ``param`` is the stand-in of a stage that has nothing to train."""
+    return getattr(param, "stage_anchor", False)
+
+
+def add_anchor(model: torch.nn.Module, context: ParallelContext,
+               dtype: torch.dtype, device: torch.device) -> torch.nn.Parameter | None:
+    """Give a rank without a countable trainable parameter one zero that never moves.
+
+    DeepSpeed 0.19 cannot run an optimizer, nor a gradient norm, over nothing, yet
+    every rank must take part in both. That happens to an embedding-only stage under
+    BitFit, and to TP rank > 0 of a stage whose trainable tensors are all replicated
+    (the norm counts those on TP rank 0 only). The anchor gets no gradient, is in no
+    layer file and in no count. Returns it, or None where it is not needed.
+    """
+    for _, param in trainable(model):
+        counted = context.tp_rank == 0 or tag_of(param).dim is not None
+        if counted and not getattr(param, "ds_pipe_replicated", False):
+            return None
+    anchor = torch.nn.Parameter(torch.zeros(1, dtype=dtype, device=device))
+    tag_parameter(anchor, ParamTag())
+    anchor.tensor_model_parallel = True  # so that the norm counts it on this very rank
+    anchor.ds_pipe_replicated = False
+    anchor.stage_anchor = True
+    model.register_parameter("stage_anchor", anchor)
+    return anchor
+
+
+# --- the report -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ParameterReport:
+    """What trains, over the whole model (TP shares merged, tied copies counted once)."""
+
+    terms: dict[str, tuple[int, int]]
+    """trainable tensors and elements per parameter name, layers added up"""
+    trainable: int
+    total: int
+    trainable_copies: int
+    """trainable elements held by all ranks together: replicas and TP copies included"""
+
+    @property
+    def share(self) -> float:
+        return self.trainable / self.total if self.total else 0.0
+
+
+def term_of(name: str) -> str:
+    """A parameter's name without the layer it sits in (``3.mlp.x.bias`` -> ``mlp.x.bias``)."""
+    parts = name.split(".")
+    if parts[0] in ("tied_modules", "layers"):
+        parts = parts[2:]
+    elif parts[0].isdigit():
+        parts = parts[1:]
+    return ".".join(parts) if len(parts) > 1 else f"final_layernorm.{parts[0]}"
+
+
+def parameter_report(model: torch.nn.Module, context: ParallelContext) -> ParameterReport:
+    """Collective: gather the counts of all stages."""
+    terms: dict[str, tuple[int, int]] = {}
+    total = copies = 0
+    for name, param in model.named_parameters():
+        if is_anchor(param):
+            continue
+        if param.requires_grad:
+            copies += param.numel()
+        if context.tp_rank or context.dp_rank or getattr(param, "ds_pipe_replicated", False):
+            continue
+        elements = torch.Size(full_shape(param, tag_of(param), context.tp_size)).numel()
+        total += elements
+        if param.requires_grad:
+            tensors, sum_so_far = terms.get(term_of(name), (0, 0))
+            terms[term_of(name)] = (tensors + 1, sum_so_far + elements)
+    merged: dict[str, tuple[int, int]] = {}
+    everyone = [(terms, total, copies)]
+    if context.world_size > 1:
+        everyone = [None] * context.world_size
+        dist.all_gather_object(everyone, (terms, total, copies))
+    for their_terms, _, _ in everyone:
+        for term, (tensors, elements) in their_terms.items():
+            had = merged.get(term, (0, 0))
+            merged[term] = (had[0] + tensors, had[1] + elements)
+    report = ParameterReport(terms=merged,
+                             trainable=sum(elements for _, elements in merged.values()),
+                             total=sum(entry[1] for entry in everyone),
+                             trainable_copies=sum(entry[2] for entry in everyone))
+    if not report.trainable:
+        raise RunError("nothing to train: --bitfit trains biases only and this model has no bias "
+                       "parameter at all; drop --bitfit or build the model with biases")
+    return report
+
+
+def format_report(report: ParameterReport) -> str:
+    """The start-up table: one line per term, then trainable, total and share."""
+    width = max(len(term) for term in (*report.terms, "trained term"))
+    lines = [f"{'trained term':<{width}}  {'tensors':>8}  {'elements':>16}"]
+    lines += [f"{term:<{width}}  {tensors:>8,}  {elements:>16,}"
+              for term, (tensors, elements) in report.terms.items()]
+    lines.append(f"trainable {report.trainable:,} of {report.total:,} parameters "
+                 f"({100 * report.share:.4f} %)")
+    return "\n".join(lines)
