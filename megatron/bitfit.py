@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron.errors import RunError
+from megatron.errors import SharedRunError
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.tags import ParamTag, full_shape, tag_of, tag_parameter
 
@@ -131,8 +131,8 @@ def parameter_report(model: torch.nn.Module, context: ParallelContext) -> Parame
                              total=sum(entry[1] for entry in everyone),
                              trainable_copies=sum(entry[2] for entry in everyone))
     if not report.trainable:
-        raise RunError("nothing to train: --bitfit trains biases only and this model has no bias "
-                       "parameter at all; drop --bitfit or build the model with biases")
+        raise SharedRunError("nothing to train: --bitfit trains biases only and this model has no bias "
+                             "parameter at all; drop --bitfit or build the model with biases")
     return report
 
 

@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from megatron.config import ParallelConfig
-from megatron.errors import RunError
+from megatron.errors import RunError, SharedRunError
 from megatron.mpu.context import ParallelContext, build_context
 
 
@@ -84,7 +84,7 @@ def initialize_distributed(parallel: ParallelConfig, timeout_minutes: float = 30
 def agree(context: ParallelContext, problem: str | None) -> None:
     """Collective: stop all ranks together when any of them met a problem.
 
-    Raises RunError with the first rank's sentence on every rank, so that none is
+    Raises SharedRunError with the first rank's sentence on every rank, so that none is
     left waiting for the others.
     """
     problems = [problem]
@@ -94,7 +94,7 @@ def agree(context: ParallelContext, problem: str | None) -> None:
     for rank, sentence in enumerate(problems):
         if sentence is not None:
             where = f"rank {rank}: " if any(other != sentence for other in problems) else ""
-            raise RunError(where + sentence)
+            raise SharedRunError(where + sentence)
 
 
 def shutdown() -> None:

@@ -1,0 +1,1 @@
+"""What is saved, what a load restores, and the files in between."""

@@ -1,0 +1,107 @@
+"""Files of a checkpoint: names, atomic writes, reads that cannot run code.
+
+Layout (DeepSpeed pipeline format): ``SAVE/latest`` holds a tag; the folder of that
+name holds ``layer_II-model_TT-model_states.pt`` per pipeline layer and TP rank,
+``mp_rank_MM_model_states.pt`` per model-parallel rank and optimizer shards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections import OrderedDict
+from pathlib import Path
+
+import torch
+
+from megatron.errors import RunError
+
+LATEST = "latest"
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace ``path`` by ``text`` in one step."""
+    _replace(path, lambda part: part.write_text(text))
+
+
+def _replace(path: Path, write) -> None:
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        write(part)
+        with open(part, "rb") as done:
+            os.fsync(done.fileno())
+        os.replace(part, path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def latest_tag(folder: str | Path) -> str | None:
+    """The tag named in ``folder/latest``, or None without such a file."""
+    try:
+        return (Path(folder) / LATEST).read_text().strip()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def layer_files(folder: Path, index: int) -> list[Path]:
+    """The shares of pipeline layer ``index`` in TP order; [] where there are none."""
+    pattern = re.compile(rf"layer_0*{index}-model_(\d+)-model_states\.pt")
+    found = [(int(match[1]), path) for path in folder.iterdir()
+             if (match := pattern.fullmatch(path.name))]
+    return [path for _, path in sorted(found)]
+
+
+def mp_rank_file(folder: Path, mp_rank: int) -> Path:
+    """Counters, random states and arguments of one model-parallel rank (pp * TP + tp)."""
+    return folder / f"mp_rank_{mp_rank:02d}_model_states.pt"
+
+
+def _safe_classes() -> list:
+    """The few classes beyond tensors and containers that our files and DeepSpeed's hold."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    return [argparse.Namespace, OrderedDict, LossScaler, DynamicLossScaler, fragment_address,
+            ZeroStageEnum, torch.Size]
+
+
+def read(path: str | Path):
+    """Load a checkpoint file to the CPU without running code it may contain.
+
+    Raises RunError for a missing or damaged file, and for one that needs more than
+    the allowed classes.
+    """
+    try:
+        with torch.serialization.safe_globals(_safe_classes()):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise RunError(f"checkpoint file {path} does not exist") from None
+    except Exception as error:
+        lines = str(error).splitlines() or [type(error).__name__]
+        raise RunError(f"checkpoint file {path} cannot be read safely: {lines[0]}") from error
+
+
+def checkpoint_engine():
+    """What DeepSpeed writes and reads its files through: atomic, and safe to read."""
+    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+
+    class SafeCheckpointEngine(TorchCheckpointEngine):
+        def __init__(self):  # the base class only wants to announce itself
+            self.name = type(self).__name__
+
+        def create(self, info):
+            pass
+
+        def save(self, state_dict, path):
+            _replace(Path(path), lambda part: torch.save(state_dict, part))
+
+        def load(self, path, map_location=None):
+            return read(path)
+
+        def commit(self, info):
+            return True
+
+    return SafeCheckpointEngine()

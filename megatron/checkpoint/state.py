@@ -1,0 +1,222 @@
+"""Saving a run, choosing what a start loads, and resuming.
+
+Which folder a start reads is decided once, on rank 0, and told to all ranks:
+
+====================================  =====================================================
+found                                 done
+====================================  =====================================================
+``--save`` holds a checkpoint          resume this run from there (weights, optimizer,
+of this run, ``--load`` is it too,     schedule, progress, random states)
+or is another folder
+``--load`` is another folder           start from it as a base: weights only, everything
+                                       else fresh
+``--load`` is the ``--save`` folder    resume, less what ``--finetune``, ``--no-load-optim``,
+and one of the old flags is given      ``--no-load-rng`` and ``--reset-progress`` leave out
+``--load`` holds no checkpoint         an error, unless ``--allow-fresh-start``
+====================================  =====================================================
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron import log_lines
+from megatron.bitfit import is_anchor, trainable
+from megatron.checkpoint import files
+from megatron.config import CheckpointConfig, Settings
+from megatron.errors import RunError
+from megatron.initialize import agree
+from megatron.mpu.context import ParallelContext
+from megatron.mpu.random import capture_rng_state, restore_rng_state
+
+
+@dataclass
+class Progress:
+    """Counters of a run; what a resume must continue exactly."""
+
+    iteration: int = 0
+    consumed_train_samples: int = 0
+    consumed_train_tokens: int = 0
+    consumed_valid_samples: int = 0
+    gigaflos_no_embeds: float = 0.0
+    skipped_iterations: int = 0
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """Where a start reads from, and which parts of it."""
+
+    folder: str | None
+    tag: str | None
+    resume: bool = False
+    """optimizer, schedule and counters of the engine too, not the weights alone"""
+    progress: bool = False
+    rng: bool = False
+    reason: str = "starting from random weights"
+
+    @property
+    def path(self) -> Path:
+        return Path(self.folder) / self.tag
+
+
+def plan_load(config: CheckpointConfig) -> LoadPlan:
+    """Decide what this start loads; looks at ``latest`` files only.
+
+    Raises RunError when ``--load`` holds no checkpoint and a fresh start was not allowed.
+    """
+    own = config.save and files.latest_tag(config.save)
+    same = bool(config.save and config.load
+                and Path(config.save).resolve() == Path(config.load).resolve())
+    if own and config.load and not same:
+        return LoadPlan(config.save, own, resume=True, progress=True, rng=config.load_rng,
+                        reason=f"resuming: --save {config.save} holds this run's {own}; "
+                               f"--load {config.load} was its base and is not read again")
+    if not config.load:
+        return LoadPlan(None, None)
+    tag = files.latest_tag(config.load)
+    if tag is None:
+        if config.allow_fresh_start:
+            return LoadPlan(None, None, reason=f"--load {config.load} holds no checkpoint; "
+                                               "--allow-fresh-start: starting from random weights")
+        raise RunError(f"--load {config.load} holds no checkpoint (no file 'latest' in it); give the "
+                       "folder that was used with --save, or --allow-fresh-start to train from "
+                       "random weights")
+    if not (Path(config.load) / tag).is_dir():
+        raise RunError(f"--load {config.load}: its file 'latest' names {tag}, but there is no such "
+                       "folder in it")
+    if not same:
+        return LoadPlan(config.load, tag,
+                        reason=f"starting from the base {config.load} ({tag}): weights only; optimizer, "
+                               "schedule, progress and random states start fresh")
+    resume = config.load_optim
+    progress = not (config.finetune or config.reset_progress)
+    left_out = [name for name, out in (("optimizer and schedule", not resume), ("progress", not progress),
+                                       ("random states", not config.load_rng or config.finetune)) if out]
+    return LoadPlan(config.load, tag, resume=resume, progress=progress,
+                    rng=config.load_rng and not config.finetune,
+                    reason=f"resuming from {config.load} ({tag})"
+                           + (f" without {', '.join(left_out)}" if left_out else ""))
+
+
+def shared_plan(config: CheckpointConfig, context: ParallelContext) -> LoadPlan:
+    """Collective: rank 0's plan, after every rank has seen the same tag on its disk."""
+    plan, problem = None, None
+    try:
+        plan = plan_load(config)
+    except RunError as error:
+        problem = str(error)
+    agree(context, problem)
+    box = [plan]
+    if context.world_size > 1:
+        dist.broadcast_object_list(box, src=0)
+    theirs = box[0]
+    agree(context, None if (plan.folder, plan.tag) == (theirs.folder, theirs.tag) else
+          f"sees checkpoint {plan.tag} where rank 0 sees {theirs.tag} in {theirs.folder}; "
+          "all ranks need the same file system")
+    return theirs
+
+
+def trained_names(model) -> list[str]:
+    """Names of what trains on this rank, in the optimizer's order of mention."""
+    return [name for name, _ in trainable(model)]
+
+
+def _mp_rank(context: ParallelContext) -> int:
+    return context.pp_rank * context.tp_size + context.tp_rank
+
+
+def save(engine, settings: Settings, context: ParallelContext, progress: Progress, streams) -> None:
+    """Collective: write one tag, then make it the latest.
+
+    ``latest`` changes only after every rank's files are complete on disk, so a job
+    killed in between leaves the previous tag as the one a resume finds.
+    """
+    folder, tag = settings.checkpoint.save, f"global_step{progress.iteration}"
+    if context.rank == 0:
+        print(log_lines.saving_line(progress.iteration, folder), flush=True)
+    start = time.monotonic()
+    arguments = dict(settings.flags)
+    arguments.update(consumed_train_samples=progress.consumed_train_samples,
+                     consumed_valid_samples=progress.consumed_valid_samples,
+                     gigaflos_no_embeds=progress.gigaflos_no_embeds,
+                     padded_vocab_size=settings.model.padded_vocab_size)
+    client = {
+        "args": argparse.Namespace(**arguments),
+        "checkpoint_version": 3.0,
+        "iteration": progress.iteration,
+        "tokens": progress.consumed_train_tokens,
+        "checkpoint_info": {"padded_vocab_size": settings.model.padded_vocab_size,
+                            "original_vocab_size": settings.model.vocab_size},
+        "progress": dict(vars(progress)),
+        "bitfit": settings.optimizer.bitfit,
+        "trainable_parameters": trained_names(engine.module),
+        "dp_world_size": context.dp_size,
+    }
+    if settings.checkpoint.save_rng:
+        client.update(capture_rng_state(streams))
+    engine.save_checkpoint(folder, tag=tag, client_state=client, save_latest=False)
+    # save_checkpoint ends with a barrier: all files of all ranks are in place
+    if context.rank == 0:
+        files.write_text(Path(folder) / files.LATEST, tag)
+        print(log_lines.saved_line(progress.iteration, folder), flush=True)
+        print(f"  saving took {time.monotonic() - start:.2f} s", flush=True)
+    if context.world_size > 1:
+        dist.barrier()
+
+
+def check_resumable(plan: LoadPlan, settings: Settings, context: ParallelContext, model) -> dict:
+    """Collective: read this rank's state file and refuse what cannot continue.
+
+    Returns the file's contents. Every rank raises when one of them refuses.
+    """
+    problem, stored = None, {}
+    try:
+        stored = files.read(files.mp_rank_file(plan.path, _mp_rank(context)))
+        problem = _mismatch(stored, plan, settings, context, model)
+    except RunError as error:
+        problem = str(error)
+    agree(context, problem)
+    return stored
+
+
+def _mismatch(stored: dict, plan: LoadPlan, settings: Settings, context: ParallelContext,
+              model) -> str | None:
+    dims = stored.get("checkpoint_parallel_dimensions") or {}
+    saved = (dims.get("tp_degree"), dims.get("pp_degree"), stored.get("dp_world_size"))
+    now = (context.tp_size, context.pp_size, context.dp_size)
+    if not plan.resume:
+        return None
+    if saved != now:
+        return (f"{plan.path} was saved with TP, PP, DP = {saved}, this run has {now}; resume with the "
+                "saved degrees, or start from its weights with --load of it and another --save folder")
+    if stored.get("trainable_parameters") != trained_names(model):
+        kind = "--bitfit" if stored.get("bitfit") else "full training"
+        asked = "--bitfit" if settings.optimizer.bitfit else "full training"
+        return (f"{plan.path} holds optimizer state of {kind}, but this run is {asked} and trains another "
+                "set of parameters; to start from its weights alone save to another --save folder, or "
+                "give --finetune --no-load-optim")
+    return None
+
+
+def resume(engine, plan: LoadPlan, stored: dict, streams) -> Progress:
+    """Collective: bring engine, schedule, counters and random states back.
+
+    With ``plan.resume`` False the weights are already in the model and only progress
+    and random states are taken.
+    """
+    if plan.resume:
+        engine.load_checkpoint(plan.folder, tag=plan.tag)
+        for _, param in engine.module.named_parameters():
+            if is_anchor(param):
+                param.data.zero_()
+    progress = Progress()
+    if plan.progress and "progress" in stored:
+        progress = Progress(**stored["progress"])
+    if plan.rng and "torch_rng_state" in stored:
+        restore_rng_state(stored, streams)
+    return progress

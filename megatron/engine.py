@@ -1,0 +1,96 @@
+"""From settings to a DeepSpeed engine, in the one order that keeps frozen weights free:
+
+build the pipeline -> load the weights -> freeze -> collect what trains -> optimizer ->
+engine. Nothing after the freeze changes ``requires_grad``.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from megatron import bitfit
+from megatron.checkpoint.state import LoadPlan
+from megatron.checkpoint.weights import load_weights, synchronize_tied
+from megatron.config import Settings
+from megatron.deepspeed_config import derive_deepspeed_config
+from megatron.errors import RunError
+from megatron.initialize import agree, quiet
+from megatron.model.pipe import GPTPipeline, loss_function
+from megatron.mpu.context import ParallelContext
+from megatron.optimizer.build import build_optimizer
+from megatron.optimizer.learning_rate import build_schedule
+
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def build_model(settings: Settings, context: ParallelContext, streams, plan: LoadPlan) -> GPTPipeline:
+    """Collective: this rank's stage, filled from the plan's weights, frozen if asked.
+
+    Raises RunError on all ranks when the weights cannot be loaded on one of them.
+    """
+    with quiet():
+        model = GPTPipeline(settings.model, context, streams,
+                            partition_method=settings.parallel.pp_partition_method,
+                            loss_fn=loss_function(settings.model, context))
+    if plan.folder and not plan.resume:
+        problem = None
+        try:
+            load_weights(model, plan.path, context)
+        except RunError as error:
+            problem = str(error)
+        agree(context, problem)
+        synchronize_tied(model)
+    if settings.optimizer.bitfit:
+        bitfit.freeze(model)
+    return model
+
+
+@dataclass(frozen=True)
+class OptimizerFacts:
+    """What the data-parallel reduction and the optimizer of this rank cost."""
+
+    gradient_bytes_per_step: int
+    """bytes of gradients this rank hands to its one data-parallel all-reduce per step"""
+    state_bytes: int
+    """Adam moments (or momentum) and fp32 master copies held here once training has begun"""
+
+
+def build_engine(model: GPTPipeline, settings: Settings, context: ParallelContext, train_iters: int,
+                 global_batch_size: int):
+    """Collective: optimizer, schedule and DeepSpeed engine over what trains.
+
+    Returns (engine, schedule). Frozen parameters reach neither of them.
+    """
+    import deepspeed
+
+    from megatron.checkpoint.files import checkpoint_engine
+
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    device = next(model.parameters()).device if any(True for _ in model.parameters()) else "cpu"
+    bitfit.add_anchor(model, context, TORCH_DTYPES[settings.model.params_dtype], device)
+    params = [param for param in model.parameters() if param.requires_grad]
+    optimizer = build_optimizer(model, settings.optimizer)
+    schedule = build_schedule(settings.optimizer, settings.train, optimizer, train_iters)
+    config = derive_deepspeed_config(settings, global_batch_size=global_batch_size,
+                                     trainable_per_rank=sum(param.numel() for param in params))
+    with quiet():
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config,
+                                          lr_scheduler=schedule, dist_init_required=False)
+    engine.checkpoint_engine = checkpoint_engine()
+    return engine, schedule
+
+
+def optimizer_facts(engine, settings: Settings) -> OptimizerFacts:
+    """Count this rank's share from the tensors that exist, not from a formula."""
+    trained = sum(param.numel() for _, param in bitfit.trainable(engine.module))
+    width = 2 if settings.model.params_dtype == "fp16" else 4  # bf16 gradients travel in fp32
+    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    tensors = [value for state in inner.state.values() for value in state.values()
+               if torch.is_tensor(value) and value.numel() > 1]
+    if settings.model.params_dtype != "fp32":
+        tensors += [param for group in inner.param_groups for param in group["params"]]
+    return OptimizerFacts(gradient_bytes_per_step=trained * width,
+                          state_bytes=sum(t.numel() * t.element_size() for t in tensors))

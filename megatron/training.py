@@ -1,0 +1,352 @@
+"""The loop: set up a run, train, evaluate, save, stop.
+
+``pretrain`` is what an entry script calls; the script says what is trained on what
+by passing a ``Task``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron import bitfit, log_lines
+from megatron.arguments import accepted_without_effect, format_argument_dump
+from megatron.checkpoint import state
+from megatron.config import Settings
+from megatron.data.broadcast import BroadcastRows
+from megatron.data.loaders import build_loader
+from megatron.engine import build_engine, build_model, optimizer_facts
+from megatron.errors import RunError
+from megatron.flops import gigaflos, tflops_reported
+from megatron.initialize import agree, initialize_distributed, shutdown
+from megatron.metrics import LossWindow, params_norm, peak_memory_bytes
+from megatron.mpu.context import ParallelContext
+from megatron.mpu.random import seed_everything
+from megatron.optimizer.batch_size import BatchSizeSchedule, training_iterations
+from megatron.tensorboard import TensorBoardWriter
+from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.padding import padded_vocab_size
+
+
+@dataclass(frozen=True)
+class Task:
+    """What an entry script plugs into the loop."""
+
+    datasets: Callable[[Settings, tuple[int, int, int]], Any]
+    """(settings, samples wanted for train, valid, test) -> megatron.data.gpt_dataset.Datasets"""
+    batch: Callable[[Settings, Any], Callable[[torch.Tensor], tuple]]
+    """(settings, tokenizer) -> function from rows [b, s + 1] to (stage inputs, labels)"""
+
+
+@dataclass
+class Run:
+    """A run in progress; lives for one call of ``pretrain``."""
+
+    settings: Settings
+    context: ParallelContext
+    streams: Any
+    train_iters: int
+    batch_sizes: BatchSizeSchedule
+    progress: state.Progress
+    writer: TensorBoardWriter
+    engine: Any = None
+    schedule: Any = None
+    started: float = field(default_factory=time.monotonic)
+    last_saved: int = -1
+
+    def say(self, text: str) -> None:
+        """Print once per job."""
+        if self.context.rank == 0:
+            print(text, flush=True)
+
+    def say_last(self, text: str) -> None:
+        """Print on the last rank, where the training lines come from."""
+        if self.context.is_last_rank:
+            print(text, flush=True)
+
+
+def pretrain(settings: Settings, task: Task) -> None:
+    """Run one job from parsed settings to its last log line, on every rank."""
+    context = initialize_distributed(settings.parallel)
+    run = _prepare(settings, context)
+    tokenizer = _with_vocabulary(run)
+    settings = run.settings
+    plan = state.shared_plan(settings.checkpoint, context)
+    run.say(plan.reason)
+    model = build_model(settings, context, run.streams, plan)
+    stored = state.check_resumable(plan, settings, context, model) if plan.folder else {}
+    report = bitfit.parameter_report(model, context)
+    run.say(bitfit.format_report(report))
+    run.engine, run.schedule = build_engine(model, settings, context, run.train_iters,
+                                            run.batch_sizes.size(0))
+    if plan.folder:
+        run.progress = state.resume(run.engine, plan, stored, run.streams)
+        run.say_last(log_lines.loaded_line(settings.checkpoint.load, run.progress.iteration))
+    datasets = _datasets(run, task)
+    to_batch = task.batch(settings, tokenizer)
+    run.engine.set_batch_fn(to_batch)
+    valid = {name: _rows(run, dataset, valid=True, groups=len(datasets.valid))
+             for name, dataset in datasets.valid.items()}
+    run.say(log_lines.datetime_line("before the start of training step"))
+    if settings.train.eval_only:
+        for name, rows in valid.items():
+            evaluate(run, name, rows, f"iteration {run.progress.iteration}")
+    else:
+        train(run, _rows(run, datasets.train), valid)
+        _final_evaluation(run, valid, datasets.test)
+    _report_facts(run, report)
+    run.writer.close()
+    shutdown()
+
+
+# --- set-up -----------------------------------------------------------------------------------
+
+
+def _prepare(settings: Settings, context: ParallelContext) -> Run:
+    parallel = settings.parallel
+    streams = seed_everything(settings.train.seed, context)
+    train_iters = training_iterations(settings.train, context.dp_size)
+    run = Run(settings=settings, context=context, streams=streams, train_iters=train_iters,
+              batch_sizes=BatchSizeSchedule(settings.train, context.dp_size), progress=state.Progress(),
+              writer=TensorBoardWriter(settings.logging, enabled=context.is_last_rank))
+    run.say(log_lines.world_size_line(parallel))
+    run.say(format_argument_dump(settings))
+    if ignored := accepted_without_effect(settings):
+        run.say(f"accepted, no effect here: {', '.join(ignored)}")
+    if settings.optimizer.zero_stage != 1:
+        run.say(f"--zero-stage {settings.optimizer.zero_stage}: optimizer state is sharded over DP "
+                "(stage 1) all the same; stage 0 of DeepSpeed loses the loss scale in fp16, resumes "
+                "wrongly in bf16 and clips by a wrong norm in fp32")
+    run.say(log_lines.training_iterations_line(train_iters))
+    run.writer.log_arguments(settings.flags)
+    return run
+
+
+def _with_vocabulary(run: Run):
+    """Read the tokenizer, on every rank, and put its vocabulary size into the settings."""
+    tokenizer, problem = None, None
+    config = run.settings.tokenizer
+    try:
+        tokenizer = build_tokenizer(config)
+        padded = padded_vocab_size(tokenizer.vocab_size, tp=run.context.tp_size,
+                                   divisible_by=config.make_vocab_size_divisible_by,
+                                   pad_to=config.pad_vocab_size_to)
+    except (OSError, ValueError, RunError) as error:
+        problem = f"tokenizer: {error}"
+    agree(run.context, problem)
+    run.say(log_lines.padded_vocab_line(tokenizer.vocab_size, padded))
+    model = dataclasses.replace(run.settings.model, vocab_size=tokenizer.vocab_size,
+                                padded_vocab_size=padded)
+    run.settings = dataclasses.replace(run.settings, model=model)
+    return tokenizer
+
+
+def samples_wanted(run: Run) -> tuple[int, int, int]:
+    """Samples of train, validation (per group) and test that the whole run reads."""
+    config = run.settings.train
+    size = config.global_batch_size
+    train = config.train_samples or run.train_iters * size
+    evaluations = run.train_iters // config.eval_interval + 1
+    return train, evaluations * config.eval_iters * size, config.eval_iters * size
+
+
+def _datasets(run: Run, task: Task):
+    """Open the datasets where data are read; elsewhere only their names are learnt."""
+    datasets, problem = None, None
+    try:
+        # every rank opens them: the groups' names and emptiness must be known everywhere, and the
+        # index arrays are memory-mapped, so this costs a rank that never reads no memory
+        datasets = task.datasets(run.settings, samples_wanted(run))
+        if datasets.train is None and not run.settings.train.eval_only:
+            problem = "no training data: the first share of --split is zero"
+    except (OSError, ValueError, RunError) as error:
+        problem = str(error)
+    agree(run.context, problem)
+    return datasets
+
+
+def _rows(run: Run, dataset, *, valid: bool = False, groups: int = 1, test: bool = False) -> Iterator | None:
+    """Rows of this rank's data-parallel share, or None on a middle stage."""
+    context, settings = run.context, run.settings
+    if not (context.is_first_stage or context.is_last_stage):
+        return None
+    source = None
+    if context.tp_rank == 0:
+        consumed = 0 if test else run.progress.consumed_train_samples
+        if valid:
+            consumed = run.progress.consumed_valid_samples // groups
+        source = build_loader(dataset, batch_size=settings.train.micro_batch_size,
+                              dp_rank=context.dp_rank, dp_size=context.dp_size,
+                              consumed_samples=consumed, kind=settings.data.dataloader_type,
+                              num_workers=settings.data.valid_num_workers if valid
+                              else settings.data.num_workers, seed=settings.train.seed, cycle=valid or test)
+    return BroadcastRows(source, context, settings.train.micro_batch_size, settings.model.seq_length + 1)
+
+
+# --- training ---------------------------------------------------------------------------------
+
+
+def train(run: Run, rows: Iterator | None, valid: dict[str, Iterator | None]) -> None:
+    """Iterate until the run's length, or until something asks it to stop."""
+    settings, progress = run.settings, run.progress
+    window = LossWindow()
+    line_start = time.monotonic()
+    lines_since = progress.iteration
+    while progress.iteration < run.train_iters:
+        size = run.batch_sizes.size(progress.consumed_train_samples)
+        if _discarded(settings, progress.iteration + 1):
+            _discard(run, rows, size)
+            continue
+        run.engine.set_train_batch_size(size)
+        skipped_before = run.engine.skipped_steps
+        loss = float(run.engine.train_batch(rows))
+        skipped = run.engine.skipped_steps - skipped_before
+        window.add(loss, skipped=bool(skipped))
+        progress.skipped_iterations += skipped
+        _count(run, size)
+        norm = run.engine.get_global_grad_norm()
+        if progress.iteration % settings.logging.log_interval == 0:
+            now = time.monotonic()
+            seconds = (now - line_start) / (progress.iteration - lines_since)
+            _log(run, window, size, seconds, None if norm is None else float(norm))
+            window, line_start, lines_since = LossWindow(), now, progress.iteration
+        paused = time.monotonic()
+        if valid and progress.iteration % settings.train.eval_interval == 0:
+            for name, group_rows in valid.items():
+                evaluate(run, name, group_rows, f"iteration {progress.iteration}")
+        interval = settings.checkpoint.save_interval
+        if settings.checkpoint.save and interval and progress.iteration % interval == 0:
+            _save(run)
+        line_start += time.monotonic() - paused  # a line times iterations, not what comes between
+        if reason := _stop_reason(run):
+            run.say(f"exiting program at iteration {progress.iteration}: {reason}")
+            break
+    if settings.checkpoint.save and run.last_saved != progress.iteration and progress.iteration:
+        _save(run)
+
+
+def _count(run: Run, samples: int) -> None:
+    progress, model = run.progress, run.settings.model
+    progress.iteration += 1
+    progress.consumed_train_samples += samples
+    progress.consumed_train_tokens += samples * model.seq_length
+    progress.gigaflos_no_embeds += gigaflos(model, samples)
+
+
+def _discarded(settings: Settings, iteration: int) -> bool:
+    return any(first <= iteration <= last for first, last in settings.train.skip_train_iteration_range)
+
+
+def _discard(run: Run, rows: Iterator | None, samples: int) -> None:
+    """Throw one iteration's data away: counters move as if it had been trained, weights do not."""
+    if rows is not None:
+        for _ in range(samples // (run.settings.train.micro_batch_size * run.context.dp_size)):
+            next(rows)
+    run.schedule.step(samples)
+    _count(run, samples)
+    run.say(f"iteration {run.progress.iteration}: data discarded (--skip-train-iteration-range)")
+
+
+def _save(run: Run) -> None:
+    state.save(run.engine, run.settings, run.context, run.progress, run.streams)
+    run.last_saved = run.progress.iteration
+
+
+def _stop_reason(run: Run) -> str | None:
+    """Why to stop now, the same answer on all ranks."""
+    config = run.settings.train
+    if config.exit_interval and run.progress.iteration % config.exit_interval == 0:
+        return f"--exit-interval {config.exit_interval}"
+    minutes = (time.monotonic() - run.started) / 60
+    asks = [config.exit_duration_in_mins is not None and minutes > config.exit_duration_in_mins,
+            config.kill_switch_path is not None and Path(config.kill_switch_path).exists()]
+    if config.exit_duration_in_mins is None and config.kill_switch_path is None:
+        return None
+    votes = torch.tensor(asks, dtype=torch.int32, device=run.engine.device)
+    dist.all_reduce(votes, op=dist.ReduceOp.MAX)
+    if votes[0]:
+        return f"--exit-duration-in-mins {config.exit_duration_in_mins}"
+    return f"--kill-switch-path {config.kill_switch_path}" if votes[1] else None
+
+
+def _log(run: Run, window: LossWindow, size: int, seconds: float, norm: float | None) -> None:
+    settings, progress, context = run.settings, run.progress, run.context
+    weights = None
+    if settings.logging.log_params_norm:
+        weights = params_norm(run.engine.module, context)  # collective
+    if not context.is_last_rank:
+        return
+    scale = run.engine.optimizer.cur_scale if settings.model.params_dtype == "fp16" else None
+    facts = log_lines.TrainingFacts(
+        iteration=progress.iteration, train_iters=run.train_iters,
+        consumed_samples=progress.consumed_train_samples,
+        consumed_tokens=progress.consumed_train_tokens, seconds_per_iteration=seconds,
+        learning_rate=run.schedule.get_lr(), global_batch_size=size, loss=window.mean,
+        loss_scale=scale, grad_norm=norm, num_zeros=0.0, params_norm=weights,
+        skipped_iterations=window.skipped, nan_iterations=window.nan,
+        samples_per_second=size / seconds,
+        tflops=tflops_reported(settings.model, size, seconds, context.world_size))
+    run.say_last(log_lines.training_line(facts))
+    if progress.iteration % settings.logging.tensorboard_log_interval == 0:
+        run.writer.log_training(facts, gigaflos=progress.gigaflos_no_embeds)
+
+
+# --- evaluation -------------------------------------------------------------------------------
+
+
+def evaluate(run: Run, name: str, rows: Iterator | None, prefix: str) -> float:
+    """Mean loss of ``eval_iters`` global batches of one validation group; logs it."""
+    config = run.settings.train
+    micro_batches = config.global_batch_size // (config.micro_batch_size * run.context.dp_size)
+    total = 0.0
+    for _ in range(config.eval_iters):
+        total += float(run.engine.eval_batch(rows, num_micro_batches=micro_batches))
+        run.progress.consumed_valid_samples += config.global_batch_size
+    loss = total / config.eval_iters
+    for line in log_lines.evaluation_lines(name, prefix, loss):
+        run.say_last(line)
+    run.writer.log_validation(name, loss, math.exp(min(20.0, loss)), iteration=run.progress.iteration,
+                              samples=run.progress.consumed_train_samples,
+                              tokens=run.progress.consumed_train_tokens,
+                              gigaflos=run.progress.gigaflos_no_embeds)
+    return loss
+
+
+def _final_evaluation(run: Run, valid: dict, test: dict) -> None:
+    if not run.settings.train.eval_iters:
+        return
+    for name, rows in valid.items():
+        evaluate(run, name, rows, "the end of training for val data")
+    for name, dataset in test.items():
+        evaluate(run, name, _rows(run, dataset, test=True), "the end of training for test data")
+
+
+# --- the end ----------------------------------------------------------------------------------
+
+
+def _report_facts(run: Run, report: bitfit.ParameterReport) -> None:
+    """Collective: the figures compare_runs puts side by side, one line each."""
+    mine = optimizer_facts(run.engine, run.settings)
+    everyone = [(peak_memory_bytes(), mine)]
+    if run.context.world_size > 1:
+        everyone = [None] * run.context.world_size
+        dist.all_gather_object(everyone, (peak_memory_bytes(), mine))
+    facts = {
+        "bitfit": int(run.settings.optimizer.bitfit),
+        "trainable parameters": report.trainable,
+        "total parameters": report.total,
+        "peak memory bytes (max over ranks)": max(peak for peak, _ in everyone),
+        "optimizer state bytes (all ranks)": sum(cost.state_bytes for _, cost in everyone),
+        "gradient bytes reduced per step (all ranks)": sum(cost.gradient_bytes_per_step
+                                                           for _, cost in everyone),
+    }
+    for name, value in facts.items():
+        run.say_last(log_lines.format_run_fact(name, value))
