@@ -1,0 +1,89 @@
+"""Files that appear whole or not at all, and index arrays cached beside the data."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from typing import BinaryIO
+
+import numpy as np
+
+logger = logging.getLogger(__name__)
+
+
+def temporary_name(path: str) -> str:
+    """A hidden name in the folder of ``path`` that no other process or host will choose."""
+    folder, name = os.path.split(path)
+    tag = f"{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
+    return os.path.join(folder, f".{name}.{tag}.tmp")
+
+
+def flush_to_disk(file: BinaryIO) -> None:
+    """Return only when the bytes written to ``file`` are on the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def atomic_file(path: str) -> Iterator[BinaryIO]:
+    """Open ``path`` for binary writing; it is replaced on success and untouched on an exception."""
+    temporary = temporary_name(path)
+    try:
+        # open(), not mkstemp(): the file shall have the permissions of the user's umask
+        with open(temporary, "xb") as file:
+            yield file
+            flush_to_disk(file)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+
+
+def _load(path: str, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray | None:
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, EOFError) as error:
+        logger.warning("index cache %s cannot be read (%s); it is built again", path, error)
+        return None
+    if array.dtype != dtype or array.shape != shape:
+        logger.warning("index cache %s holds %s %s where %s %s is due; it is built again",
+                       path, array.dtype, array.shape, dtype, shape)
+        return None
+    return array
+
+
+def cached_arrays(stem: str, expected: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
+                  build: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Arrays ``<stem>_<key>.npy`` for each key of ``expected``, memory-mapped; built when absent.
+
+    ``expected`` gives dtype and shape; a file that is unreadable or different is
+    built again. ``build`` must be deterministic and ``stem`` name everything it
+    depends on: then any number of processes may build and write at once, since
+    each file is replaced whole by the same bytes and nobody waits for anybody.
+    A folder that cannot be written to costs a warning; the arrays then live in memory.
+    """
+    paths = {key: f"{stem}_{key}.npy" for key in expected}
+    found = {key: _load(paths[key], *expected[key]) for key in expected}
+    if all(array is not None for array in found.values()):
+        return found
+    built = build()
+    for key, (dtype, shape) in expected.items():
+        if built[key].dtype != dtype or built[key].shape != shape:
+            raise AssertionError(f"{key}: built {built[key].dtype} {built[key].shape}, expected {dtype} {shape}")
+    try:
+        for key, array in built.items():
+            with atomic_file(paths[key]) as file:
+                np.save(file, array, allow_pickle=False)
+    except OSError as error:
+        logger.warning("the index cache %s_*.npy cannot be written (%s); the arrays are kept in memory, "
+                       "and every process and start builds them anew", stem, error)
+        return built
+    mapped = {key: _load(paths[key], *expected[key]) for key in expected}
+    return {key: built[key] if array is None else array for key, array in mapped.items()}
