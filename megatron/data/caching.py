@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import socket
@@ -59,31 +60,59 @@ def _load(path: str, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray | No
     return array
 
 
+@contextlib.contextmanager
+def _one_builder(folder: str) -> Iterator[None]:
+    """Let the processes of one host build one after the other, where the file system can lock.
+
+    Only saves work and memory: where locks do not exist, all build at once. The
+    lock is on the folder itself, so no lock file stays behind, and it ends with
+    its process.
+    """
+    descriptor = None
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
 def cached_arrays(stem: str, expected: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
                   build: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """Arrays ``<stem>_<key>.npy`` for each key of ``expected``, memory-mapped; built when absent.
 
     ``expected`` gives dtype and shape; a file that is unreadable or different is
     built again. ``build`` must be deterministic and ``stem`` name everything it
-    depends on: then any number of processes may build and write at once, since
-    each file is replaced whole by the same bytes and nobody waits for anybody.
+    depends on: then any number of processes on any hosts may build and write at
+    once, since each file is replaced whole by the same bytes.
     A folder that cannot be written to costs a warning; the arrays then live in memory.
     """
     paths = {key: f"{stem}_{key}.npy" for key in expected}
-    found = {key: _load(paths[key], *expected[key]) for key in expected}
-    if all(array is not None for array in found.values()):
+
+    def load() -> dict[str, np.ndarray] | None:
+        found = {key: _load(paths[key], *expected[key]) for key in expected}
+        return None if any(array is None for array in found.values()) else found
+
+    found = load()
+    if found is not None:
         return found
-    built = build()
-    for key, (dtype, shape) in expected.items():
-        if built[key].dtype != dtype or built[key].shape != shape:
-            raise AssertionError(f"{key}: built {built[key].dtype} {built[key].shape}, expected {dtype} {shape}")
-    try:
-        for key, array in built.items():
-            with atomic_file(paths[key]) as file:
-                np.save(file, array, allow_pickle=False)
-    except OSError as error:
-        logger.warning("the index cache %s_*.npy cannot be written (%s); the arrays are kept in memory, "
-                       "and every process and start builds them anew", stem, error)
-        return built
-    mapped = {key: _load(paths[key], *expected[key]) for key in expected}
-    return {key: built[key] if array is None else array for key, array in mapped.items()}
+    with _one_builder(os.path.dirname(stem) or "."):
+        found = load()
+        if found is not None:
+            return found
+        built = build()
+        for key, (dtype, shape) in expected.items():
+            if built[key].dtype != dtype or built[key].shape != shape:
+                raise AssertionError(f"{key}: built {built[key].dtype} {built[key].shape}, "
+                                     f"expected {dtype} {shape}")
+        try:
+            for key in expected:
+                with atomic_file(paths[key]) as file:
+                    np.save(file, built[key], allow_pickle=False)
+        except OSError as error:
+            logger.warning("the index cache %s_*.npy cannot be written (%s); the arrays are kept in memory, "
+                           "and every process and start builds them anew", stem, error)
+            return built
+    return load() or built

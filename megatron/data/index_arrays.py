@@ -64,7 +64,8 @@ def plan_epochs(tokens_per_epoch: int, seq_length: int, num_samples: int) -> Epo
         # sample: such a last epoch is simply full, there is nothing to refuse
         if num_samples - before < int(0.95 * per_epoch):
             full = before
-    return EpochPlan(tokens_per_epoch=tokens_per_epoch, num_epochs=epochs, num_samples=total, full_samples=full)
+    return EpochPlan(tokens_per_epoch=tokens_per_epoch, num_epochs=epochs, num_samples=total,
+                     full_samples=full)
 
 
 def build_doc_idx(documents: np.ndarray, plan: EpochPlan, rng: np.random.RandomState) -> np.ndarray:

@@ -170,9 +170,9 @@ class IndexedDataset:
         if self._code == 7 and len(self._tokens) == 4 * tokens:
             self.dtype = np.dtype("<f4")
         if len(self._tokens) != tokens * self.dtype.itemsize:
-            raise ValueError(f"{self._bin_path} has {len(self._tokens)} bytes, but {self._index_path} describes "
-                             f"{tokens} tokens of {self.dtype.itemsize} bytes = {tokens * self.dtype.itemsize}; "
-                             "the two do not belong together or one of them is cut")
+            raise ValueError(f"{self._bin_path} has {len(self._tokens)} bytes, but {self._index_path} "
+                             f"describes {tokens} tokens of {self.dtype.itemsize} bytes = "
+                             f"{tokens * self.dtype.itemsize}; the two do not belong together or one is cut")
         step = 1 << 22  # in pieces: an index may hold hundreds of millions of sequences
         if n and self.pointers[0] != 0:
             raise self._damaged(f"places its first sequence at byte {self.pointers[0]} instead of 0")
@@ -182,7 +182,8 @@ class IndexedDataset:
             if not np.array_equal(np.diff(ends), sizes * self.dtype.itemsize):
                 raise self._damaged("has byte offsets that do not follow from its sequence sizes")
         marks = self.doc_idx
-        if not len(marks) or marks[0] != 0 or marks[-1] != n or (np.diff(marks) < 0).any():
+        if not len(marks) or marks[0] != 0 or marks[-1] != n or any(
+                (np.diff(marks[start:start + step + 1]) < 0).any() for start in range(0, len(marks), step)):
             raise self._damaged(f"has document marks that do not run from 0 to its {n} sequences")
 
 
@@ -213,7 +214,7 @@ class IndexedDatasetWriter:
         self.prefix, self.dtype = prefix, dtype
         self._sizes, self._marks = array("i"), array("q", [0])
 
-    def __enter__(self) -> IndexedDatasetWriter:
+    def __enter__(self):
         self._bin_name = temporary_name(self.prefix + ".bin")
         self._bin = open(self._bin_name, "xb")
         return self

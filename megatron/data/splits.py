@@ -30,7 +30,8 @@ def parse_split(text: str) -> tuple[float, float, float]:
     separator = "," if "," in text else "/"
     parts = [_number("--split", part, "part") for part in text.split(separator)]
     if len(parts) > 3:
-        raise ValueError(f"--split {text!r} has {len(parts)} parts; at most three are allowed: train, valid, test")
+        raise ValueError(f"--split {text!r} has {len(parts)} parts; at most three are allowed: "
+                         "train, valid, test")
     if min(parts) < 0:
         raise ValueError(f"--split {text!r} has a negative part; parts must be zero or more")
     total = sum(parts)
@@ -62,13 +63,15 @@ def _parse_part(flag: str, text: str) -> tuple[float, tuple[float, float], str]:
                          "(so a path may hold neither spaces nor commas)")
     weight = _number(flag, fields[0], "weight")
     if weight < 0:
-        raise ValueError(f"{flag}: weight {fields[0]} in {text.strip()!r} is negative; it must be zero or more")
+        raise ValueError(f"{flag}: weight {fields[0]} in {text.strip()!r} is negative; "
+                         "it must be zero or more")
     ends = fields[1].split(":")
     if len(ends) != 2:
         raise ValueError(f"{flag}: range {fields[1]!r} in {text.strip()!r} is not of the form START:END")
     start, end = (_number(flag, value, "range limit") for value in ends)
     if not 0 <= start < end <= 1:
-        raise ValueError(f"{flag}: range {fields[1]!r} in {text.strip()!r} must satisfy 0 <= START < END <= 1")
+        raise ValueError(f"{flag}: range {fields[1]!r} in {text.strip()!r} must satisfy "
+                         "0 <= START < END <= 1")
     return weight, (start, end), fields[2]
 
 
@@ -136,5 +139,6 @@ def parse_data_path(arguments: Sequence[str]) -> tuple[list[str], list[float]]:
         if weight < 0:
             raise ValueError(f"--data-path: weight {text} is negative; it must be zero or more")
     if not 0 < sum(weights) < math.inf:
-        raise ValueError(f"--data-path: the weights sum to {sum(weights)}; the sum must be positive and finite")
+        raise ValueError(f"--data-path: the weights sum to {sum(weights)}; "
+                         "the sum must be positive and finite")
     return list(arguments[1::2]), weights
