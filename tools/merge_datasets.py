@@ -29,7 +29,7 @@ def merge(prefixes: Sequence[str], output_prefix: str) -> int:
     first = datasets[0]
     for other in datasets[1:]:
         if other.dtype != first.dtype:
-            raise ValueError(f"--datasets: {first.prefix} holds {first.dtype} tokens and {other.prefix} holds "
+            raise ValueError(f"--datasets: {first.prefix} holds {first.dtype} tokens, {other.prefix} "
                              f"{other.dtype}; encode both with the same tokenizer")
     with IndexedDatasetWriter(output_prefix, first.dtype) as writer:
         for dataset in datasets:
@@ -40,8 +40,8 @@ def merge(prefixes: Sequence[str], output_prefix: str) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status."""
     parser = argparse.ArgumentParser(
-        description="Join token datasets (pairs of .bin and .idx files) into one, document by document, in the "
-                    "order given. All must hold tokens of one dtype. The output appears only when complete.",
+        description="Join token datasets (pairs of .bin and .idx files) into one, document by document, "
+                    "in the order given. All must hold tokens of one dtype. The output appears only when complete.",
         epilog="example: python tools/merge_datasets.py --datasets d/en_text_document d/fr_text_document "
                "--output-prefix d/both_text_document")
     parser.add_argument("--datasets", nargs="+", required=True, metavar="PREFIX",

@@ -57,7 +57,7 @@ class GPTDataset:
         try:
             plan = plan_epochs(tokens, seq_length, num_samples)
         except ValueError as error:
-            raise ValueError(f"{name}: the {len(documents)} documents of {indexed.prefix}: {error}") from error
+            raise ValueError(f"{name}: {len(documents)} documents of {indexed.prefix}: {error}") from error
         if tokens <= seq_length:
             logger.warning("%s: the %d documents of %s hold %d tokens, fewer than the %d of one sample; "
                            "each sample repeats them", name, len(documents), indexed.prefix, tokens,
@@ -129,8 +129,8 @@ def check_ids(tokens: np.ndarray, vocab_size: int, prefix: str) -> None:
         return
     worst = int(tokens.max()) if tokens.max() >= vocab_size else int(tokens.min())
     if not 0 <= worst < vocab_size:
-        raise ValueError(f"{prefix} holds the token id {worst}, but the tokenizer of this run has {vocab_size} "
-                         f"ids (0 .. {vocab_size - 1}); the data were made with another tokenizer")
+        raise ValueError(f"{prefix} holds the token id {worst}, but the tokenizer of this run has "
+                         f"{vocab_size} ids (0 .. {vocab_size - 1}); the data were made with another one")
 
 
 # --- all the datasets of a run ---
