@@ -68,8 +68,8 @@ def build_context(tp_size: int, pp_size: int, world_size: int, rank: int) -> Par
     if world_size % (tp_size * pp_size):
         raise ValueError(f"world size {world_size} does not divide by tensor parallel {tp_size} x "
                          f"pipeline parallel {pp_size}")
-    from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
     import torch.distributed as dist
+    from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
     dp_size = world_size // (tp_size * pp_size)
     topology = PipeModelDataParallelTopology(num_pp=pp_size, num_mp=tp_size, num_dp=dp_size)

@@ -1,0 +1,110 @@
+"""Positions inside attention: ALiBi slopes, rotary angles, and the additive bias."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from megatron.config import ModelConfig
+from megatron.mpu.context import ParallelContext
+
+
+def alibi_slopes(heads: int) -> torch.Tensor:
+    """Slopes of ALiBi (arXiv 2108.12409) for all ``heads``, fp32 [heads].
+
+    With P the largest power of two not above ``heads``: 2^(-8k/P) for k = 1..P, then
+    2^(-4m/P) for m = 1, 3, 5, ...
+    """
+    power = 2 ** int(math.log2(heads))
+    exponents = [8 * k / power for k in range(1, power + 1)]
+    exponents += [4 * m / power for m in range(1, 2 * (heads - power), 2)]
+    return torch.tensor([2.0**-exponent for exponent in exponents], dtype=torch.float32)
+
+
+def local_alibi_slopes(heads: int, context: ParallelContext) -> torch.Tensor:
+    """This TP rank's contiguous share of the slopes, fp32 [heads / TP]."""
+    return alibi_slopes(heads).chunk(context.tp_size)[context.tp_rank]
+
+
+def rotary_frequencies(width: int, base: float = 10000.0) -> torch.Tensor:
+    """RoPE (arXiv 2104.09864): base^(-2i/width) for i = 0 .. width/2 - 1, fp32."""
+    return base ** -(torch.arange(0, width, 2, dtype=torch.float32) / width)
+
+
+def rotary_tables(length: int, width: int, device: torch.device,
+                  dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines [length, width], angles in fp32, halves repeated."""
+    positions = torch.arange(length, dtype=torch.float32, device=device)
+    angles = torch.outer(positions, rotary_frequencies(width).to(device)).repeat(1, 2)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Turn ``x`` [..., length, width] by its position; dimension i pairs with i + width/2."""
+    cosines, sines = tables
+    first, second = x.chunk(2, dim=-1)
+    return x * cosines + torch.cat((-second, first), dim=-1) * sines
+
+
+class PositionCache:
+    """What all blocks of a stage need once per forward: attention bias and rotary tables.
+
+    One object is handed to every block of a stage. It keeps the last result and builds
+    a new one when shape, dtype, device or segments change.
+    """
+
+    def __init__(self, config: ModelConfig, context: ParallelContext) -> None:
+        self._config = config
+        self._slopes = None
+        if config.position_embedding_type == "alibi":
+            self._slopes = local_alibi_slopes(config.num_attention_heads, context)
+        self._bias_for: tuple | None = None
+        self._bias: torch.Tensor | None = None
+        self._segments: torch.Tensor | None = None
+        self._tables_for: tuple | None = None
+        self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def plain_causal(self) -> bool:
+        """Whether, without segments, attention needs no bias beyond "no later key"."""
+        return self._slopes is None
+
+    def bias(self, length: int, segments: torch.Tensor | None, device: torch.device,
+             dtype: torch.dtype) -> torch.Tensor:
+        """What is added to attention scores: ALiBi where used, -inf at hidden keys.
+
+        Shape [1 or b, 1 or heads / TP, length, length] in ``dtype``. Query i sees key j
+        when j <= i and, with ``segments`` (int64 [b, length]), both lie in one segment.
+        Padding is a segment like any other: its rows carry no loss and no other row sees
+        them, and so no row is without a visible key. ALiBi counts row positions; within
+        a segment the difference is a constant per query, to which softmax is blind. The
+        product slope * j is formed in fp32 and then rounded, as in existing checkpoints.
+        """
+        key = (length, device, dtype)
+        # the segments seen last are kept, so an equal address means the same memory
+        if segments is not None:
+            key += (tuple(segments.shape), segments.data_ptr(), segments._version)
+        if self._bias_for == key:
+            return self._bias
+        positions = torch.arange(length, device=device)
+        visible = (positions[None, :] <= positions[:, None])[None, None]
+        if segments is not None:
+            visible = visible & (segments[:, None, :, None] == segments[:, None, None, :])
+        if self._slopes is None:
+            bias = torch.zeros(visible.shape, dtype=dtype, device=device)
+        else:
+            bias = self._slopes.to(device)[:, None] * positions.float()
+            bias = bias.to(dtype)[None, :, None, :]
+        self._bias = bias.masked_fill(~visible, -torch.inf)
+        self._bias_for, self._segments = key, segments
+        return self._bias
+
+    def rotary(self, length: int, device: torch.device,
+               dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotary tables [length, kv_channels] for this forward."""
+        key = (length, device, dtype)
+        if self._tables_for != key:
+            self._tables = rotary_tables(length, self._config.kv_channels, device, dtype)
+            self._tables_for = key
+        return self._tables

@@ -1,0 +1,58 @@
+"""Cross entropy over logits whose vocabulary is split over TP."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from megatron.mpu.collectives import all_reduce
+from megatron.mpu.context import ParallelContext
+
+
+def vocab_parallel_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, *, context: ParallelContext,
+                                 vocab_size: int | None = None) -> torch.Tensor:
+    """Loss [b, s] in fp32 from ``logits`` [b, s, V / TP] and int64 ``labels`` [b, s].
+
+    Columns with a global id of ``vocab_size`` or more are padding: they never enter the
+    denominator and get no gradient. The original trainer lets them in, so that its loss
+    depends on how far the vocabulary was padded, hence on the TP degree; what its users
+    meant is the loss over the real vocabulary. None means that every column is real.
+    A label outside the vocabulary gives an infinite loss, never a silent one.
+    """
+    return _CrossEntropy.apply(logits, labels, context, vocab_size)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Saves the logits and one number per position; exponentials are computed again in backward."""
+
+    @staticmethod
+    def forward(ctx, logits, labels, context, vocab_size):
+        width = logits.shape[-1]
+        first_id = context.tp_rank * width
+        real = width if vocab_size is None else min(max(vocab_size - first_id, 0), width)
+        column = labels - first_id
+        mine = (column >= 0) & (column < real)
+        column = column.masked_fill(~mine, 0)
+
+        target = logits.gather(-1, column.unsqueeze(-1)).squeeze(-1).float()
+        target = target.masked_fill(~mine, -torch.inf)
+        peak = logits[..., :real].amax(-1).float() if real else torch.full_like(target, -torch.inf)
+        # one exchange finds the peak and, from its only owner, the target's logit
+        peak, target = all_reduce(torch.stack((peak, target)), context, dist.ReduceOp.MAX)
+        total = torch.exp(logits[..., :real].float() - peak.unsqueeze(-1)).sum(-1)
+        log_total = peak + torch.log(all_reduce(total, context))
+
+        ctx.real = real
+        ctx.save_for_backward(logits, log_total, column, mine)
+        return log_total - target
+
+    @staticmethod
+    def backward(ctx, grad_loss):
+        logits, log_total, column, mine = ctx.saved_tensors
+        grad = torch.zeros_like(logits)
+        real = grad[..., :ctx.real]
+        probability = torch.exp(logits[..., :ctx.real].float() - log_total.unsqueeze(-1))
+        real.copy_(probability.mul_(grad_loss.unsqueeze(-1)))
+        own = torch.where(mine, -grad_loss, 0.0).to(grad.dtype)
+        grad.scatter_add_(-1, column.unsqueeze(-1), own.unsqueeze(-1))
+        return grad, None, None, None
