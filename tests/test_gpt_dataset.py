@@ -1,4 +1,4 @@
-"""Rows of running text against a token-by-token reading of the rules, and their caches (formats 2.1 to 2.5)."""
+"""Rows of running text against a slow reading of the rules, and their caches (formats 2.1 to 2.5)."""
 
 import logging
 import multiprocessing
@@ -36,7 +36,7 @@ def slow_rows(documents, num_samples, seq_length, seed):
     epochs = 1
     while rows_in(epochs) < num_samples:
         epochs += 1
-    separate = epochs > 1 and num_samples - rows_in(epochs - 1) < int(.95 * rows_in(1))
+    separate = epochs > 1 and num_samples - rows_in(epochs - 1) < int(0.95 * rows_in(1))
     rounds = [epochs - 1, 1] if separate else [epochs]
     order = []
     for count in rounds:
@@ -44,13 +44,16 @@ def slow_rows(documents, num_samples, seq_length, seed):
         rng.shuffle(part)
         order += part.tolist()
     stream = [token for k in order for token in documents[k]]
-    parts = [list(range(rows_in(epochs - 1))), list(range(rows_in(epochs - 1), rows_in(epochs)))] if separate \
+    parts = (
+        [list(range(rows_in(epochs - 1))), list(range(rows_in(epochs - 1), rows_in(epochs)))]
+        if separate
         else [list(range(rows_in(epochs)))]
+    )
     visited = []
     for part in map(np.array, parts):
         rng.shuffle(part)
         visited += part.tolist()
-    return [stream[i * seq_length:(i + 1) * seq_length + 1] for i in visited]
+    return [stream[i * seq_length : (i + 1) * seq_length + 1] for i in visited]
 
 
 def test_rows_equal_a_slow_reading_of_the_rules_on_random_datasets(tmp_path):
@@ -82,8 +85,9 @@ def test_rows_outside_the_dataset_are_refused(tmp_path):
 def test_a_dataset_about_as_long_as_one_row_is_covered_evenly(tmp_path, caplog, extra):
     # tokens = seq - 1, seq, seq + 1 and 2 seq, as one document: no shuffle of documents mixes the epochs
     seq_length, tokens = 16, 16 + extra
-    data = GPTDataset("train", IndexedDataset(write(tmp_path / "d", [tokens])), np.arange(1), 40, seq_length, 0,
-                      cache=False)
+    data = GPTDataset(
+        "train", IndexedDataset(write(tmp_path / "d", [tokens])), np.arange(1), 40, seq_length, 0, cache=False
+    )
     assert len(data) >= 40
     targets = np.concatenate([data[k]["text"][1:] for k in range(len(data))])
     counts = np.bincount(targets, minlength=tokens)
@@ -109,8 +113,10 @@ def test_the_cache_is_named_after_the_historical_pattern_and_read_memory_mapped(
     indexed = IndexedDataset(write(tmp_path / "d", [30, 20, 40]))
     first = GPTDataset("my val/é", indexed, np.arange(3), 20, 7, 5)
     key = first.index_hash
-    assert caches(tmp_path) == [f"d_my_val_é_indexmap_20ns_7sl_5s_{key}_{kind}.npy"
-                                for kind in ("doc_idx", "sample_idx", "shuffle_idx")]
+    assert caches(tmp_path) == [
+        f"d_my_val_é_indexmap_20ns_7sl_5s_{key}_{kind}.npy"
+        for kind in ("doc_idx", "sample_idx", "shuffle_idx")
+    ]
     assert isinstance(first.sample_idx, np.memmap)
     stem = tmp_path / f"d_my_val_é_indexmap_20ns_7sl_5s_{key}"
     dtypes = {kind: np.load(f"{stem}_{kind}.npy").dtype for kind in ("doc_idx", "sample_idx", "shuffle_idx")}
@@ -132,9 +138,18 @@ def test_the_cache_is_keyed_by_everything_it_depends_on(tmp_path):
     prefix = write(tmp_path / "d", sizes)
 
     def key(documents=(0, 1, 2), samples=20, seq_length=7, seed=5):
-        return GPTDataset("train", IndexedDataset(prefix), np.array(documents), samples, seq_length, seed).index_hash
+        return GPTDataset(
+            "train", IndexedDataset(prefix), np.array(documents), samples, seq_length, seed
+        ).index_hash
 
-    keys = [key(), key(documents=(0, 1)), key(documents=(1, 2)), key(samples=21), key(seq_length=8), key(seed=6)]
+    keys = [
+        key(),
+        key(documents=(0, 1)),
+        key(documents=(1, 2)),
+        key(samples=21),
+        key(seq_length=8),
+        key(seed=6),
+    ]
     write(tmp_path / "d", [30, 21, 39])  # other data under the same name, as many tokens
     keys.append(key())
     assert len(set(keys)) == len(keys)
@@ -142,8 +157,9 @@ def test_the_cache_is_keyed_by_everything_it_depends_on(tmp_path):
     assert key() == keys[-1]
 
 
-@pytest.mark.parametrize("spoil", [lambda raw: raw[:-4], lambda raw: b"", lambda raw: raw[:20],
-                                   lambda raw: b"garbage" + raw])
+@pytest.mark.parametrize(
+    "spoil", [lambda raw: raw[:-4], lambda raw: b"", lambda raw: raw[:20], lambda raw: b"garbage" + raw]
+)
 def test_a_damaged_cache_is_noticed_and_built_again(tmp_path, caplog, spoil):
     indexed = IndexedDataset(write(tmp_path / "d", [30, 20]))
     GPTDataset("train", indexed, np.arange(2), 9, 7, 5)
@@ -163,9 +179,17 @@ def test_a_cache_of_another_shape_or_with_pickled_objects_is_not_used(tmp_path):
         assert GPTDataset("train", indexed, np.arange(2), 9, 7, 5)[0]["text"].tolist() == rows
 
 
-@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), OSError(30, "Read-only file system"),
-                                   OSError(28, "No space left on device")])
-def test_a_folder_that_cannot_be_written_costs_a_warning_and_leaves_no_rest(tmp_path, monkeypatch, caplog, error):
+@pytest.mark.parametrize(
+    "error",
+    [
+        PermissionError(13, "Permission denied"),
+        OSError(30, "Read-only file system"),
+        OSError(28, "No space left on device"),
+    ],
+)
+def test_a_folder_that_cannot_be_written_costs_a_warning_and_leaves_no_rest(
+    tmp_path, monkeypatch, caplog, error
+):
     indexed = IndexedDataset(write(tmp_path / "d", [30, 20]))
 
     def refuse(*_, **__):
@@ -187,7 +211,7 @@ def slow_start(prefix, ready, go, results, locks):
     def slow_save(file, array, **options):
         save(file, array, **options)
         file.flush()
-        time.sleep(.1)
+        time.sleep(0.1)
 
     def counted(*arguments):
         built.append(1)
@@ -195,8 +219,10 @@ def slow_start(prefix, ready, go, results, locks):
 
     caching.np.save, gpt_dataset._build_arrays = slow_save, counted
     if not locks:
+
         def no_lock(*_):
             raise OSError(95, "Operation not supported")
+
         caching.fcntl.flock = no_lock
     ready.release()
     go.wait()
@@ -239,7 +265,7 @@ def test_a_dataset_can_be_sent_to_a_worker_process(tmp_path):
 
 # --- all the datasets of a run ---
 
-WANTED = dict(seq_length=8, seed=1, train_samples=40, valid_samples=10, test_samples=5)
+WANTED = {"seq_length": 8, "seed": 1, "train_samples": 40, "valid_samples": 10, "test_samples": 5}
 
 
 def tokens_of(dataset):
@@ -267,9 +293,13 @@ def test_an_empty_split_or_no_samples_give_no_dataset(tmp_path):
 def test_weighted_groups_read_their_ranges_and_keep_their_names(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     a, b = write(tmp_path / "a", [10] * 20), write(tmp_path / "b", [10] * 20, first=1000)
-    built = build_datasets(DataConfig(
-        train_groups=parse_weighted_groups("--train-x", [f"train: 3 0:0.5 {a}, 1 0.5:1 {b}"]),
-        valid_groups=parse_weighted_groups("--valid-x", [f"left: 0 0.9:1 {a}", f"right: 1 0:0.1 {b}"])), **WANTED)
+    built = build_datasets(
+        DataConfig(
+            train_groups=parse_weighted_groups("--train-x", [f"train: 3 0:0.5 {a}, 1 0.5:1 {b}"]),
+            valid_groups=parse_weighted_groups("--valid-x", [f"left: 0 0.9:1 {a}", f"right: 1 0:0.1 {b}"]),
+        ),
+        **WANTED,
+    )
     assert list(built.valid) == ["left", "right"] and built.test == {}
     assert tokens_of(built.valid["left"]) <= set(range(180, 200))
     assert tokens_of(built.valid["right"]) <= set(range(1000, 1020))
@@ -278,8 +308,9 @@ def test_weighted_groups_read_their_ranges_and_keep_their_names(tmp_path, caplog
     assert sum(token < 100 for token in first) == 30
     assert "75.0000%" in caplog.text and "25.0000%" in caplog.text
     # each part was built with ceil(n w 1.005) samples
-    assert [name.split("_")[3] for name in caches(tmp_path) if name.endswith("doc_idx.npy") and "train" in name] \
-        == ["31ns", "11ns"]
+    assert [
+        name.split("_")[3] for name in caches(tmp_path) if name.endswith("doc_idx.npy") and "train" in name
+    ] == ["31ns", "11ns"]
 
 
 def test_a_range_without_documents_is_refused(tmp_path):
@@ -290,8 +321,10 @@ def test_a_range_without_documents_is_refused(tmp_path):
 
 
 def test_a_blend_leaves_out_weight_zero_and_sets_without_documents(tmp_path, caplog):
-    a, b, c = (write(tmp_path / name, [10] * n, first) for name, n, first in
-               [("a", 20, 0), ("b", 20, 1000), ("c", 1, 5000)])
+    a, b, c = (
+        write(tmp_path / name, [10] * n, first)
+        for name, n, first in [("a", 20, 0), ("b", 20, 1000), ("c", 1, 5000)]
+    )
     built = build_datasets(DataConfig(data_path=("0", a, "1", b, "1", c), split="1,1"), **WANTED)
     assert tokens_of(built.valid["valid"]) <= set(range(1100, 1200))
     assert f"valid: {c} has no documents" in caplog.text

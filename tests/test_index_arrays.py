@@ -1,4 +1,4 @@
-"""The compiled helpers, the NumPy forms and a token-by-token count give the same arrays (formats 2.2, 2.6)."""
+"""Compiled helpers, NumPy forms and a count of every token give the same arrays (formats 2.2, 2.6)."""
 
 import importlib.util
 import pathlib
@@ -24,9 +24,24 @@ def helpers(tmp_path_factory):
     import pybind11
 
     target = tmp_path_factory.mktemp("native") / ("helpers" + sysconfig.get_config_var("EXT_SUFFIX"))
-    subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-std=c++17", "-Wall", "-Wextra", "-fvisibility=hidden",
-                    f"-I{pybind11.get_include()}", f"-I{sysconfig.get_paths()['include']}", str(SOURCE),
-                    "-o", str(target)], check=True)
+    subprocess.run(
+        [
+            compiler,
+            "-O1",
+            "-shared",
+            "-fPIC",
+            "-std=c++17",
+            "-Wall",
+            "-Wextra",
+            "-fvisibility=hidden",
+            f"-I{pybind11.get_include()}",
+            f"-I{sysconfig.get_paths()['include']}",
+            str(SOURCE),
+            "-o",
+            str(target),
+        ],
+        check=True,
+    )
     spec = importlib.util.spec_from_file_location("megatron.data.helpers", target)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -54,7 +69,9 @@ def random_case(rng):
     sizes = rng.integers(0, rng.choice([3, 20, 60]), rng.integers(1, 12)).astype(np.int32)
     if not sizes.sum():
         sizes[0] = 1
-    doc_idx = np.concatenate([rng.permutation(len(sizes)) for _ in range(rng.integers(1, 4))]).astype(np.int32)
+    doc_idx = np.concatenate([rng.permutation(len(sizes)) for _ in range(rng.integers(1, 4))]).astype(
+        np.int32
+    )
     seq_length = int(rng.integers(1, 25))
     return sizes, doc_idx, seq_length, (int(sizes[doc_idx].sum()) - 1) // seq_length
 
@@ -98,12 +115,14 @@ def test_sizes_may_lie_unaligned_in_memory(force_numpy):
 def test_a_stream_too_short_for_its_samples_is_refused(force_numpy):
     for sizes, docs, samples in [([3], [0], 1), ([], [], 0), ([0], [0], 0)]:
         with pytest.raises(ValueError, match="too few tokens"):
-            build_sample_idx(np.array(sizes, np.int32), np.array(docs, np.int32), 3, samples, force_numpy=force_numpy)
+            build_sample_idx(
+                np.array(sizes, np.int32), np.array(docs, np.int32), 3, samples, force_numpy=force_numpy
+            )
 
 
 def test_a_blend_of_6_3_1_has_the_known_order(force_numpy):
     # the third sample is a tie of 0 and 2, which the rounding of the normalised weights gives to 0
-    weights = np.array([.6, .3, .1]) / (.6 + .3 + .1)
+    weights = np.array([0.6, 0.3, 0.1]) / (0.6 + 0.3 + 0.1)
     which, local = build_blending_indices(weights, 12, force_numpy=force_numpy)
     assert which.tolist() == [0, 1, 0, 2, 0, 1, 0, 0, 1, 0, 0, 1]
     assert local.tolist() == [0, 0, 1, 0, 2, 1, 3, 4, 2, 5, 6, 3]
@@ -124,8 +143,8 @@ def naive_blend(weights, length):
 def test_blends_equal_the_rule_spelled_out(force_numpy):
     rng = np.random.default_rng(2)
     for case in range(200):
-        raw = rng.choice([rng.random(5), rng.integers(0, 3, 5), 10.0**rng.integers(-6, 3, 5)])
-        raw = raw[:rng.integers(1, 6)].astype(float)
+        raw = rng.choice([rng.random(5), rng.integers(0, 3, 5), 10.0 ** rng.integers(-6, 3, 5)])
+        raw = raw[: rng.integers(1, 6)].astype(float)
         if not raw.any():
             raw[0] = 1
         weights = raw / raw.sum()
@@ -136,13 +155,13 @@ def test_blends_equal_the_rule_spelled_out(force_numpy):
 def test_both_paths_blend_identically_on_longer_cases(helpers):
     rng = np.random.default_rng(3)
     for _ in range(100):
-        weights = rng.dirichlet(np.full(int(rng.integers(1, 30)), .5))
+        weights = rng.dirichlet(np.full(int(rng.integers(1, 30)), 0.5))
         which, local = helpers.build_blending_indices(weights, 700)
         ours = build_blending_indices(weights, 700, force_numpy=True)
         assert np.array_equal(which, ours[0]) and np.array_equal(local, ours[1])
 
 
-@pytest.mark.parametrize("weights", [[], [-.5, 1.5], [0., 0.], [np.nan, 1.], [[1.]]])
+@pytest.mark.parametrize("weights", [[], [-0.5, 1.5], [0.0, 0.0], [np.nan, 1.0], [[1.0]]])
 def test_weights_without_meaning_are_refused(weights, force_numpy):
     with pytest.raises(ValueError, match="weights"):
         build_blending_indices(np.array(weights), 3, force_numpy=force_numpy)
@@ -157,9 +176,9 @@ def test_the_environment_can_turn_the_compiled_path_off(monkeypatch):
     monkeypatch.setattr(index_arrays, "HAVE_HELPERS", True)
     monkeypatch.delenv("MEGATRON_DATA_NUMPY", raising=False)
     with pytest.raises(RuntimeError, match="called"):
-        build_blending_indices(np.array([1.]), 3)
+        build_blending_indices(np.array([1.0]), 3)
     monkeypatch.setenv("MEGATRON_DATA_NUMPY", "1")
-    assert build_blending_indices(np.array([1.]), 3)[1].tolist() == [0, 1, 2]
+    assert build_blending_indices(np.array([1.0]), 3)[1].tolist() == [0, 1, 2]
 
 
 def test_the_number_of_epochs_is_the_smallest_that_suffices():

@@ -28,12 +28,19 @@ def packed_index(code, sizes, itemsize, marks, modes=b""):
         offsets.append(total)
         total += size * itemsize
     n, d = len(sizes), len(marks)
-    return (b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, code, n, d) + struct.pack(f"<{n}i", *sizes)
-            + struct.pack(f"<{n}q", *offsets) + struct.pack(f"<{d}q", *marks) + modes)
+    return (
+        b"MMIDIDX\0\0"
+        + struct.pack("<QBQQ", 1, code, n, d)
+        + struct.pack(f"<{n}i", *sizes)
+        + struct.pack(f"<{n}q", *offsets)
+        + struct.pack(f"<{d}q", *marks)
+        + modes
+    )
 
 
-@pytest.mark.parametrize("dtype, code, letter", [(np.uint16, 8, "H"), (np.int32, 4, "i"), (np.int64, 5, "q"),
-                                                 (np.uint8, 1, "B")])
+@pytest.mark.parametrize(
+    "dtype, code, letter", [(np.uint16, 8, "H"), (np.int32, 4, "i"), (np.int64, 5, "q"), (np.uint8, 1, "B")]
+)
 def test_the_files_are_byte_for_byte_those_of_the_format(tmp_path, dtype, code, letter):
     documents = [[5, 6, 7], [1], [[2, 3], [4]]]
     prefix = write(tmp_path / "d", documents, dtype)
@@ -52,7 +59,7 @@ def test_any_part_of_a_sequence_can_be_read_and_nothing_beyond(tmp_path):
     for offset in range(5):
         assert data.get(2, offset).tolist() == whole[offset:]
         for length in range(5 - offset):
-            assert data.get(2, offset, length).tolist() == whole[offset:offset + length]
+            assert data.get(2, offset, length).tolist() == whole[offset : offset + length]
     for bad in [(3,), (-1,), (2, 5), (2, -1), (0, 1, 3), (0, 0, -1)]:
         with pytest.raises(IndexError):
             data.get(*bad)
@@ -67,8 +74,17 @@ def test_random_documents_come_back_in_any_integer_type(tmp_path):
         assert not data[0].flags.writeable
 
 
-@pytest.mark.parametrize("vocab, dtype", [(65499, np.uint16), (65500, np.int32), (65536, np.int32),
-                                          (65537, np.int32), (250680, np.int32), (None, np.int32)])
+@pytest.mark.parametrize(
+    "vocab, dtype",
+    [
+        (65499, np.uint16),
+        (65500, np.int32),
+        (65536, np.int32),
+        (65537, np.int32),
+        (250680, np.int32),
+        (None, np.int32),
+    ],
+)
 def test_the_token_type_follows_the_largest_id(tmp_path, vocab, dtype):
     assert best_dtype(vocab) == dtype
     highest = (vocab or 2**31) - 1
@@ -76,7 +92,9 @@ def test_the_token_type_follows_the_largest_id(tmp_path, vocab, dtype):
     assert data[0].tolist() == [0, highest]
 
 
-@pytest.mark.parametrize("dtype, bad", [(np.uint16, 65536), (np.uint16, -1), (np.int32, 2**31), (np.int32, -5)])
+@pytest.mark.parametrize(
+    "dtype, bad", [(np.uint16, 65536), (np.uint16, -1), (np.int32, 2**31), (np.int32, -5)]
+)
 def test_an_id_that_does_not_fit_is_refused_not_cut(tmp_path, dtype, bad):
     with pytest.raises(ValueError, match=str(bad)):
         write(tmp_path / "d", [[1], [1, bad]], dtype)
@@ -103,10 +121,9 @@ def test_files_appear_only_when_complete_and_leave_nothing_after_an_exception(tm
         assert not (tmp_path / "d.bin").exists() and not (tmp_path / "d.idx").exists()
     assert sorted(os.listdir(tmp_path)) == ["d.bin", "d.idx"]
     before = (tmp_path / "d.bin").read_bytes()
-    with pytest.raises(KeyboardInterrupt):
-        with IndexedDatasetWriter(str(tmp_path / "d"), np.uint16) as writer:
-            writer.add_document([3])
-            raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt), IndexedDatasetWriter(str(tmp_path / "d"), np.uint16) as writer:
+        writer.add_document([3])
+        raise KeyboardInterrupt
     assert sorted(os.listdir(tmp_path)) == ["d.bin", "d.idx"]
     assert (tmp_path / "d.bin").read_bytes() == before
     write(tmp_path / "d", [[9]])
@@ -148,7 +165,11 @@ def test_dtype_code_7_is_float64_or_float32_as_the_length_of_bin_says(tmp_path):
 def legacy_index(sizes, code=4, itemsize=4):
     n, offsets = len(sizes), [sum(sizes[:i]) for i in range(len(sizes) + 1)]
     body = list(range(n + 1)) + offsets + list(sizes) + list(range(n + 1))
-    return b"TNTIDX\0\0" + struct.pack("<6Q", 1, code, itemsize, n, n, n + 1) + struct.pack(f"<{len(body)}q", *body)
+    return (
+        b"TNTIDX\0\0"
+        + struct.pack("<6Q", 1, code, itemsize, n, n, n + 1)
+        + struct.pack(f"<{len(body)}q", *body)
+    )
 
 
 @pytest.mark.parametrize("impl", ["infer", "cached", "lazy"])
@@ -173,8 +194,9 @@ def test_the_kind_asked_for_must_be_that_of_the_file(tmp_path):
 def spoil_index(at, new):
     def spoil(tmp_path):
         raw = bytearray((tmp_path / "d.idx").read_bytes())
-        raw[at:at + len(new)] = new
+        raw[at : at + len(new)] = new
         (tmp_path / "d.idx").write_bytes(raw)
+
     return spoil
 
 
@@ -182,6 +204,7 @@ def cut(name, count):
     def spoil(tmp_path):
         raw = (tmp_path / name).read_bytes()
         (tmp_path / name).write_bytes(raw[:-count])
+
     return spoil
 
 

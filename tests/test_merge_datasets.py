@@ -68,7 +68,12 @@ def test_an_input_cannot_be_the_output(tmp_path, capsys):
 
 def test_it_runs_as_a_script_from_any_folder(tmp_path):
     a, b = write(tmp_path / "a", [[1]]), write(tmp_path / "b", [[2]])
-    done = subprocess.run([sys.executable, str(TOOL), "--datasets", a, b, "--output-prefix", "c"],
-                          cwd=tmp_path, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, str(TOOL), "--datasets", a, b, "--output-prefix", "c"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert "2 documents" in done.stdout
     assert len(IndexedDataset(str(tmp_path / "c"))) == 2

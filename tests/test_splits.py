@@ -17,30 +17,43 @@ VALID = "--valid-weighted-split-paths"
 TRAIN = "--train-weighted-split-paths"
 
 
-@pytest.mark.parametrize("text, parts", [
-    ("969, 30, 1", (969, 30, 1)), ("969,30,1", (969, 30, 1)), ("8/1/1", (8, 1, 1)),
-    ("3", (3, 0, 0)), ("1,3", (1, 3, 0)), ("0, 0, 5", (0, 0, 5)), ("0.5, 0.25, 0.25", (2, 1, 1)),
-])
+@pytest.mark.parametrize(
+    "text, parts",
+    [
+        ("969, 30, 1", (969, 30, 1)),
+        ("969,30,1", (969, 30, 1)),
+        ("8/1/1", (8, 1, 1)),
+        ("3", (3, 0, 0)),
+        ("1,3", (1, 3, 0)),
+        ("0, 0, 5", (0, 0, 5)),
+        ("0.5, 0.25, 0.25", (2, 1, 1)),
+    ],
+)
 def test_a_split_is_normalised_to_sum_one(text, parts):
     expected = [float(Fraction(part, sum(parts))) for part in parts]
     assert parse_split(text) == pytest.approx(expected, abs=1e-15)
 
 
-@pytest.mark.parametrize("text", ["", "a,b", "1,2,3,4", "-1,2,3", "0,0,0", "nan", "inf,1", "1;2", "1,,2", "1e308,1e308"])
+@pytest.mark.parametrize(
+    "text", ["", "a,b", "1,2,3,4", "-1,2,3", "0,0,0", "nan", "inf,1", "1;2", "1,,2", "1e308,1e308"]
+)
 def test_a_bad_split_is_refused_naming_the_flag(text):
     with pytest.raises(ValueError, match="--split"):
         parse_split(text)
 
 
-@pytest.mark.parametrize("split, n, expected", [
-    ((.5, .5, 0), 3, [0, 1, 3, 3]),        # 1.5 and 1.5 both round to 2: one too many, taken from all
-    ((1 / 3, 1 / 3, 1 / 3), 1, [0, 1, 1, 1]),
-    ((.5, .5, 0), 5, [0, 3, 5, 5]),        # 2.5 rounds to even, 2: one too few
-    ((.969, .03, .001), 100, [0, 97, 100, 100]),
-    ((.969, .03, .001), 1000, [0, 969, 999, 1000]),
-    ((0, .5, .5), 3, [0, 0, 1, 3]),        # would be -1
-    ((1, 0, 0), 0, [0, 0, 0, 0]),
-])
+@pytest.mark.parametrize(
+    "split, n, expected",
+    [
+        ((0.5, 0.5, 0), 3, [0, 1, 3, 3]),  # 1.5 and 1.5 both round to 2: one too many, taken from all
+        ((1 / 3, 1 / 3, 1 / 3), 1, [0, 1, 1, 1]),
+        ((0.5, 0.5, 0), 5, [0, 3, 5, 5]),  # 2.5 rounds to even, 2: one too few
+        ((0.969, 0.03, 0.001), 100, [0, 97, 100, 100]),
+        ((0.969, 0.03, 0.001), 1000, [0, 969, 999, 1000]),
+        ((0, 0.5, 0.5), 3, [0, 0, 1, 3]),  # would be -1
+        ((1, 0, 0), 0, [0, 0, 0, 0]),
+    ],
+)
 def test_boundaries_round_half_to_even_and_pass_on_the_difference(split, n, expected):
     assert split_boundaries(split, n) == expected
 
@@ -64,13 +77,28 @@ def test_groups_follow_the_grammar():
     assert (two.name, two.paths, two.weights, two.splits) == ("other", ("/d/x",), (3.0,), ((0.0, 1.0),))
 
 
-@pytest.mark.parametrize("text, offending", [
-    ("no colon at all", "no colon at all"), (": 1 0:1 /a", ": 1 0:1 /a"), ("n:", "0 fields"),
-    ("n: 1 0:1", "1 0:1"), ("n: 1 0:1 /with space/a", "4 fields"), ("n: x 0:1 /a", "'x'"),
-    ("n: 1 0 /a", "'0'"), ("n: 1 0:1:2 /a", "0:1:2"), ("n: 1 .5:.5 /a", ".5:.5"), ("n: 1 .9:.1 /a", ".9:.1"),
-    ("n: 1 0:1.5 /a", "0:1.5"), ("n: 1 -1:1 /a", "-1:1"), ("n: -1 0:1 /a", "-1"), ("n: nan 0:1 /a", "nan"),
-    ("n: 1 0:x /a", "'x'"), ("n: 1 0:1 /a,", "0 fields"), ("n: 0 0:1 /a, 0 0:1 /b", "'n'"),
-])
+@pytest.mark.parametrize(
+    "text, offending",
+    [
+        ("no colon at all", "no colon at all"),
+        (": 1 0:1 /a", ": 1 0:1 /a"),
+        ("n:", "0 fields"),
+        ("n: 1 0:1", "1 0:1"),
+        ("n: 1 0:1 /with space/a", "4 fields"),
+        ("n: x 0:1 /a", "'x'"),
+        ("n: 1 0 /a", "'0'"),
+        ("n: 1 0:1:2 /a", "0:1:2"),
+        ("n: 1 .5:.5 /a", ".5:.5"),
+        ("n: 1 .9:.1 /a", ".9:.1"),
+        ("n: 1 0:1.5 /a", "0:1.5"),
+        ("n: 1 -1:1 /a", "-1:1"),
+        ("n: -1 0:1 /a", "-1"),
+        ("n: nan 0:1 /a", "nan"),
+        ("n: 1 0:x /a", "'x'"),
+        ("n: 1 0:1 /a,", "0 fields"),
+        ("n: 0 0:1 /a, 0 0:1 /b", "'n'"),
+    ],
+)
 def test_a_bad_group_is_refused_naming_flag_and_text(text, offending):
     with pytest.raises(ValueError) as error:
         parse_weighted_groups(VALID, [text])
@@ -93,8 +121,18 @@ def test_the_file_form_equals_the_argument_form(tmp_path):
     assert read_weighted_groups_file(VALID + "-path", str(path)) == parse_weighted_groups(VALID, groups)
 
 
-@pytest.mark.parametrize("content", ['', '\n', 'a: 1 0:1 /a\n', '"a: 1 0:1 /a"\n"b: 1 0:1 /b"\n', '"\n',
-                                     '"a: 1 0:1 /a"  "b: 1 0:1 /b"\n', '"a: 1 0:1 /a\n'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "\n",
+        "a: 1 0:1 /a\n",
+        '"a: 1 0:1 /a"\n"b: 1 0:1 /b"\n',
+        '"\n',
+        '"a: 1 0:1 /a"  "b: 1 0:1 /b"\n',
+        '"a: 1 0:1 /a\n',
+    ],
+)
 def test_a_bad_file_is_refused_naming_flag_and_file(tmp_path, content):
     path = tmp_path / "paths.txt"
     path.write_text(content)
@@ -113,8 +151,17 @@ def test_data_path_is_one_prefix_or_weights_and_prefixes():
     assert parse_data_path(["0.3", "/d/a", "7", "/d/b"]) == (["/d/a", "/d/b"], [0.3, 7.0])
 
 
-@pytest.mark.parametrize("arguments", [[], ["1", "/a", "2"], ["/a", "1", "/b", "2"], ["-1", "/a", "2", "/b"],
-                                       ["0", "/a", "0", "/b"], ["inf", "/a"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["1", "/a", "2"],
+        ["/a", "1", "/b", "2"],
+        ["-1", "/a", "2", "/b"],
+        ["0", "/a", "0", "/b"],
+        ["inf", "/a"],
+    ],
+)
 def test_a_bad_data_path_is_refused(arguments):
     with pytest.raises(ValueError, match="--data-path"):
         parse_data_path(arguments)

@@ -41,7 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status."""
     parser = argparse.ArgumentParser(
         description="Join token datasets (pairs of .bin and .idx files) into one, document by document, "
-                    "in the order given. All must hold tokens of one dtype. The output appears only when complete.",
+                    "in the order given. All must hold tokens of one dtype. The output appears only when "
+                    "complete.",
         epilog="example: python tools/merge_datasets.py --datasets d/en_text_document d/fr_text_document "
                "--output-prefix d/both_text_document")
     parser.add_argument("--datasets", nargs="+", required=True, metavar="PREFIX",

@@ -12,7 +12,7 @@ from functools import cache as remember
 import numpy as np
 
 from megatron.config import DataConfig, SplitGroup
-from megatron.data.blending import BlendedDataset, Dataset, samples_per_dataset
+from megatron.data.blending import BlendedDataset, Dataset, normalised, samples_per_dataset
 from megatron.data.caching import cached_arrays
 from megatron.data.index_arrays import (
     EpochPlan,
@@ -233,12 +233,13 @@ def _blend(name: str, prefixes: Sequence[str], weights: Sequence[float], ranges:
             logger.warning("%s: %s has no documents in this split and is left out of the blend", name, prefix)
     if not parts or not num_samples:
         return None
-    wanted = [num_samples] if single else samples_per_dataset([part[1] for part in parts], num_samples)
+    shares = normalised([part[1] for part in parts])
+    wanted = [num_samples] if single else samples_per_dataset(shares, num_samples)
     datasets = [make(name, prefix, np.arange(start, end, dtype=np.int32), samples)
                 for (prefix, _, start, end), samples in zip(parts, wanted)]
     if single:
         return datasets[0]
-    blend = BlendedDataset(datasets, [part[1] for part in parts])
-    shares = ", ".join(f"{part[0]} {share:.4%}" for part, share in zip(parts, blend.shares(num_samples)))
-    logger.info("%s: shares of the first %d samples: %s", name, num_samples, shares)
+    blend = BlendedDataset(datasets, shares)
+    realised = ", ".join(f"{part[0]} {share:.4%}" for part, share in zip(parts, blend.shares(num_samples)))
+    logger.info("%s: shares of the first %d samples: %s", name, num_samples, realised)
     return blend
