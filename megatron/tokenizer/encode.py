@@ -46,21 +46,21 @@ def parse_line(line: bytes, keys: Sequence[str]) -> list[str] | Skipped:
     if not line.strip():
         return Skipped(BLANK)
     try:
-        record = json.loads(line.decode("utf-8"))
+        record = json.loads(line.rstrip(b"\r\n").decode("utf-8"))
     except UnicodeDecodeError as error:
         return Skipped(INVALID, f"is not UTF-8 at byte {error.start}")
     except json.JSONDecodeError as error:
-        return Skipped(INVALID, f"is not one JSON object: {error.msg} at character {error.pos}")
+        return Skipped(INVALID, f"is not one JSON object: {error.msg.removesuffix(' at')} at column {error.colno}")
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
         return Skipped(INVALID, f"is JSON that cannot be read: {error}")
     if not isinstance(record, dict):
-        return Skipped(INVALID, f"holds a JSON {_kind(record)}; each line must be one object")
+        return Skipped(INVALID, f"holds {_kind(record)}; each line must be one JSON object")
     texts = []
     for key in keys:
         if key not in record:
             return Skipped(INVALID, f"has no key {key!r} (keys: {', '.join(map(repr, record)) or 'none'})")
         if not isinstance(record[key], str):
-            return Skipped(INVALID, f"has a {_kind(record[key])} under {key!r}; it must be a string")
+            return Skipped(INVALID, f"has {_kind(record[key])} under {key!r}; it must be a string")
         texts.append(record[key])
     return texts
 
@@ -136,5 +136,5 @@ def read_texts(path: str, key: str) -> Iterator[str]:
 
 
 def _kind(value: object) -> str:
-    return {list: "array", dict: "object", str: "string", bool: "boolean", type(None): "null"}.get(
-        type(value), "number")
+    return {list: "an array", dict: "an object", str: "a string", bool: "a boolean", type(None): "null"}.get(
+        type(value), "a number")
