@@ -56,7 +56,7 @@ def add_anchor(model: torch.nn.Module, context: ParallelContext,
     DeepSpeed 0.19 cannot run an optimizer, nor a gradient norm, over nothing, yet
     every rank must take part in both. That happens to an embedding-only stage under
     BitFit, and to TP rank > 0 of a stage whose trainable tensors are all replicated
-    (the norm counts those on TP rank 0 only). The anchor gets no gradient, is in no
+    (the norm counts those on TP rank 0 only). The anchor's gradient is zero, it is in no
     layer file and in no count. Returns it, or None where it is not needed.
     """
     for _, param in trainable(model):
@@ -69,7 +69,28 @@ def add_anchor(model: torch.nn.Module, context: ParallelContext,
     anchor.ds_pipe_replicated = False
     anchor.stage_anchor = True
     model.register_parameter("stage_anchor", anchor)
+    model.register_forward_hook(_through_anchor)
     return anchor
+
+
+class _ZeroGradient(torch.autograd.Function):
+    """Identity of ``x`` that hands ``anchor`` a gradient of zero: DeepSpeed waits for one."""
+
+    @staticmethod
+    def forward(ctx, x, anchor):
+        ctx.save_for_backward(anchor)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        anchor, = ctx.saved_tensors
+        return grad, torch.zeros_like(anchor)
+
+
+def _through_anchor(model, inputs, outputs):
+    if isinstance(outputs, tuple):  # hidden states first, then what carries no gradient
+        return _ZeroGradient.apply(outputs[0], model.stage_anchor), *outputs[1:]
+    return _ZeroGradient.apply(outputs, model.stage_anchor)
 
 
 # --- the report -------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import socket
+import warnings
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -65,6 +66,9 @@ def initialize_distributed(parallel: ParallelConfig, timeout_minutes: float = 30
     import deepspeed.ops
     from deepspeed.accelerator import get_accelerator
 
+    # said by torch about DeepSpeed's calls, once per rank; neither is anything a user could act on
+    warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.*deprecated", category=FutureWarning)
+    warnings.filterwarnings("ignore", message=".*c10d::broadcast_: an autograd kernel was not registered")
     export_rendezvous(parallel)
     accelerator = get_accelerator()
     on_cpu = accelerator.device_name() == "cpu"

@@ -7,7 +7,6 @@ by passing a ``Task``.
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -116,7 +115,8 @@ def _prepare(settings: Settings, context: ParallelContext) -> Run:
     train_iters = training_iterations(settings.train, context.dp_size)
     run = Run(settings=settings, context=context, streams=streams, train_iters=train_iters,
               batch_sizes=BatchSizeSchedule(settings.train, context.dp_size), progress=state.Progress(),
-              writer=TensorBoardWriter(settings.logging, enabled=context.is_last_rank))
+              writer=TensorBoardWriter(settings.logging, enabled=context.is_last_rank,
+                                      data_parallel_size=context.dp_size, seq_length=settings.model.seq_length))
     run.say(log_lines.world_size_line(parallel))
     run.say(format_argument_dump(settings))
     if ignored := accepted_without_effect(settings):
@@ -295,8 +295,7 @@ def _log(run: Run, window: LossWindow, size: int, seconds: float, norm: float | 
         samples_per_second=size / seconds,
         tflops=tflops_reported(settings.model, size, seconds, context.world_size))
     run.say_last(log_lines.training_line(facts))
-    if progress.iteration % settings.logging.tensorboard_log_interval == 0:
-        run.writer.log_training(facts, gigaflos=progress.gigaflos_no_embeds)
+    run.writer.log_training(facts, gigaflos=progress.gigaflos_no_embeds)
 
 
 # --- evaluation -------------------------------------------------------------------------------
@@ -313,7 +312,7 @@ def evaluate(run: Run, name: str, rows: Iterator | None, prefix: str) -> float:
     loss = total / config.eval_iters
     for line in log_lines.evaluation_lines(name, prefix, loss):
         run.say_last(line)
-    run.writer.log_validation(name, loss, math.exp(min(20.0, loss)), iteration=run.progress.iteration,
+    run.writer.log_validation(name, loss, log_lines.perplexity(loss), iteration=run.progress.iteration,
                               samples=run.progress.consumed_train_samples,
                               tokens=run.progress.consumed_train_tokens,
                               gigaflos=run.progress.gigaflos_no_embeds)

@@ -1,0 +1,40 @@
+"""Count the bytes every collective moves, per process group, by wrapping torch.distributed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+
+import torch.distributed as dist
+
+WRAPPED = ("all_reduce", "reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor",
+           "all_gather", "reduce_scatter", "send", "recv", "isend", "irecv")
+
+
+@contextlib.contextmanager
+def counted_collectives():
+    """Yield a Counter: (name, ranks of the group) -> bytes of the first tensor, summed over calls."""
+    import torch
+
+    seen: Counter = Counter()
+    originals = {name: getattr(dist, name) for name in WRAPPED}
+
+    def wrap(name, call):
+        def counting(*args, **kwargs):
+            tensor = next((value for value in (*args, *kwargs.values()) if torch.is_tensor(value)), None)
+            group = kwargs.get("group")
+            if group is None:
+                group = next((value for value in args if isinstance(value, dist.ProcessGroup)), None)
+            ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+            if tensor is not None:
+                seen[name, ranks] += tensor.numel() * tensor.element_size()
+            return call(*args, **kwargs)
+        return counting
+
+    try:
+        for name, call in originals.items():
+            setattr(dist, name, wrap(name, call))
+        yield seen
+    finally:
+        for name, call in originals.items():
+            setattr(dist, name, call)

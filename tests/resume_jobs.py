@@ -1,0 +1,94 @@
+"""Jobs that save, start again and go on."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+
+import torch
+from bitfit_jobs import tensors_in
+from small_runs import Case, build_run, local_tensors, settings_of, train_steps
+
+from megatron.checkpoint import state
+from megatron.checkpoint.state import Progress
+
+
+def optimizer_digest(engine) -> str:
+    """Hash of every optimizer tensor, master copies included."""
+    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    digest = hashlib.sha256()
+    for tensor in tensors_in(inner.state_dict()["state"]) + [p for g in inner.param_groups for p in g["params"]]:
+        digest.update(tensor.detach().cpu().float().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def outcome(engine, schedule, losses, progress) -> dict:
+    """All that must agree between an unbroken and a resumed run."""
+    return {"losses": losses, "optimizer": optimizer_digest(engine), "schedule": schedule.state_dict(),
+            "lr": schedule.get_lr(), "progress": vars(progress),
+            "tensors": {name: value[0] for name, value in local_tensors(engine).items()}}
+
+
+def straight(case: Case, base: str, steps: int) -> dict:
+    """``steps`` steps in one go."""
+    _, context, _, engine, schedule = build_run(case, base)
+    losses, _ = train_steps(engine, case, context, 0, steps)
+    progress = Progress(iteration=steps, consumed_train_samples=steps * case.global_batch)
+    return outcome(engine, schedule, losses, progress)
+
+
+def first_half(case: Case, base: str, steps: int, folder: str) -> list[float]:
+    """``steps`` steps and a checkpoint."""
+    case = dataclasses.replace(case, save=folder)
+    settings, context, streams, engine, _ = build_run(case, base)
+    losses, _ = train_steps(engine, case, context, 0, steps)
+    progress = Progress(iteration=steps, consumed_train_samples=steps * case.global_batch)
+    state.save(engine, settings, context, progress, streams)
+    return losses
+
+
+def second_half(case: Case, folder: str, steps: int) -> dict:
+    """Start from another seed and random weights, resume, go on for ``steps`` steps."""
+    fresh = dataclasses.replace(case, seed=case.seed + 1, save=folder, load=folder)
+    settings, context, streams, engine, schedule = build_run(fresh, None)
+    with torch.no_grad():
+        # a constant shift of the embedding is invisible to the softmax; noise is not
+        for param in engine.module.parameters():
+            param.add_(torch.randn_like(param) * 0.1)
+    plan = state.shared_plan(settings.checkpoint, context)
+    stored = state.check_resumable(plan, settings, context, engine.module)
+    progress = state.resume(engine, plan, stored, streams)
+    done = progress.iteration
+    losses, _ = train_steps(engine, fresh, context, done, steps)
+    progress.iteration += steps
+    progress.consumed_train_samples += steps * case.global_batch
+    return outcome(engine, schedule, losses, progress)
+
+
+def refusal(case: Case, folder: str) -> str | None:
+    """The sentence with which ``case`` refuses the checkpoint in ``folder``, if it does."""
+    from megatron.errors import RunError
+
+    case = dataclasses.replace(case, save=folder, load=folder)
+    settings, context, _, engine, _ = build_run(case, None)
+    try:
+        plan = state.shared_plan(settings.checkpoint, context)
+        state.check_resumable(plan, settings, context, engine.module)
+    except RunError as error:
+        return str(error)
+    return None
+
+
+def plan_of(case: Case) -> str:
+    """The reason of the plan all ranks agree on, or the refusal."""
+    import torch.distributed as dist
+
+    from megatron.errors import RunError
+    from megatron.mpu.context import build_context
+
+    settings = settings_of(case, dist.get_rank())
+    context = build_context(case.tp, case.pp, dist.get_world_size(), dist.get_rank())
+    try:
+        return state.shared_plan(settings.checkpoint, context).reason
+    except RunError as error:
+        return f"refused: {error}"
