@@ -23,6 +23,8 @@ from megatron.data.splits import (
 
 Values = Mapping[str, Any]
 _PARTS = ("train", "valid", "test")
+#: class names of the layers of the pipeline, which --pp-partition-method is matched against
+_BLOCK, _ENDS = "ParallelTransformerLayerPipe", {"EmbeddingPipe": 1, "EmbeddingHead": 1, "LayerNorm": 1}
 
 
 class UsageError(ValueError):
@@ -153,7 +155,7 @@ def _check_model(values: Values) -> dict[str, Any]:
     partition = values["pp_partition_method"] or "type:transformer"
     _require(partition.lower().startswith("type:") and len(partition) > 5 and _is_regex(partition[5:]),
              f"--pp-partition-method {partition!r} is not of the form type:REGEX, such as type:transformer "
-             "(other methods may leave a stage without a block)")
+             "or type:transformer|embedding")
     derived = {"seq_length": seq_length, "encoder_seq_length": seq_length, "kv_channels": kv_channels,
                "ffn_hidden_size": values["ffn_hidden_size"] or 4 * hidden, "pp_partition_method": partition,
                "activation": _activation(values)}
@@ -217,8 +219,11 @@ def _check_grid(values: Values, derived: Values) -> dict[str, Any]:
               "--pad-vocab-size-to": values["pad_vocab_size_to"] or 0}
     for flag, value in shared.items():
         _require(value % tp == 0, f"{flag} {value} does not divide by --tensor-model-parallel-size {tp}")
-    _require(values["num_layers"] >= pp, f"--num-layers {values['num_layers']} is less than "
-                                         f"--pipeline-model-parallel-size {pp}; each stage needs a block")
+    layers, method = values["num_layers"], derived["pp_partition_method"]
+    shared_out = sum(number for name, number in {**_ENDS, _BLOCK: layers}.items()
+                     if re.search(method[5:], name, re.IGNORECASE))
+    _require(shared_out >= pp, f"--num-layers {layers} with --pp-partition-method {method} gives {shared_out} layers to "
+                               f"share out, less than --pipeline-model-parallel-size {pp}")
     return {"data_parallel_size": world // (tp * pp)}
 
 

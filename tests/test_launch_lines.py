@@ -1,0 +1,157 @@
+"""Where a process runs, and the launch lines of old scripts."""
+
+import json
+
+import pytest
+from command_lines import TINY, parse, refusal, world
+
+from megatron.arguments import accepted_without_effect
+
+# --- who runs where ---------------------------------------------------------------------------
+
+SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}
+
+
+@pytest.mark.parametrize("environ, flags, place", [
+    ({}, "", (0, 1, 0)),
+    ({}, "--local_rank 3", (0, 1, 3)),
+    (world(4, 2), "", (2, 4, 2)),
+    (world(4, 2), "--local_rank 2", (2, 4, 2)),
+    ({"RANK": "3", "WORLD_SIZE": "4"}, "--local-rank=1", (3, 4, 1)),
+    (SLURM, "", (5, 8, 1)),
+    ({"WORLD_SIZE": "1"}, "", (0, 1, 0)),
+    ({"SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, "", (0, 1, 0)),
+    ({"SLURM_NTASKS": "4"}, "", (0, 1, 0)),  # an allocation, but no task of it
+    ({**world(16, 9), "LOCAL_RANK": "1", **SLURM}, "", (9, 16, 1)),  # torchrun, one launcher per node
+    ({**world(8, 2), **SLURM, "TORCHELASTIC_RUN_ID": "none"}, "", (2, 8, 2)),
+    ({"RANK": "5", "WORLD_SIZE": "8", **SLURM}, "", (5, 8, 1)),
+])
+def test_the_launcher_is_believed_in_a_fixed_order(environ, flags, place):
+    s = parse(f"{TINY} {flags}", environ=environ)
+    assert (s.parallel.rank, s.parallel.world_size, s.parallel.local_rank) == place
+
+
+@pytest.mark.parametrize("environ, flags, words", [
+    ({"RANK": "1"}, "", "RANK WORLD_SIZE"),
+    ({"WORLD_SIZE": "2"}, "", "WORLD_SIZE 2 RANK"),
+    ({"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "", "RANK=2 WORLD_SIZE=2"),
+    ({"RANK": "x", "WORLD_SIZE": "2"}, "", "RANK='x'"),
+    ({"RANK": "1", "WORLD_SIZE": "2"}, "", "LOCAL_RANK"),
+    (world(2, 1), "--local_rank 0", "--local_rank 0 LOCAL_RANK=1"),
+    ({**world(8, 2), **SLURM}, "", "RANK=2 SLURM_PROCID=5"),
+])
+def test_a_contradiction_of_launchers_is_reported_by_the_rank_that_sees_it(capsys, environ, flags, words):
+    message = refusal(capsys, f"{TINY} {flags}", environ=environ)
+    assert all(word in message for word in words.split()), message
+
+
+def test_a_fault_of_the_command_line_is_printed_by_rank_zero_only(capsys):
+    assert "--seed" in refusal(capsys, f"{TINY} --seed 0", environ=world(2, 0))
+    assert refusal(capsys, f"{TINY} --seed 0", environ=world(2, 1)) == ""
+    assert refusal(capsys, f"{TINY} --global-batch-size 5", environ=world(2, 1)) == ""
+
+
+def test_a_missing_file_is_printed_by_every_rank(capsys):
+    message = refusal(capsys, f"{TINY} --deepspeed_config /nowhere", environ=world(2, 1))
+    assert "rank 1" in message and "/nowhere" in message
+
+
+# --- launch lines of old scripts --------------------------------------------------------------
+
+def write_json(path, mbs, gbs, dtype, stage):
+    """The file that the old SLURM scripts write before each start."""
+    section = {"fp16": {"enabled": True, "loss_scale": 0, "loss_scale_window": 500, "hysteresis": 2,
+                        "min_loss_scale": 1, "initial_scale_power": 12}} if dtype == "fp16" else {
+                            "bf16": {"enabled": True}}
+    path.write_text(json.dumps({
+        "train_micro_batch_size_per_gpu": mbs, "train_batch_size": gbs, "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": stage}, **section, "steps_per_print": 2000, "wall_clock_breakdown": False}))
+
+
+SHAPES = {"350M": (24, 1024, 16), "760M": (24, 1536, 16), "1B3": (24, 2048, 16), "2B5": (30, 2560, 32),
+          "6B3": (30, 4096, 32), "176B": (70, 14336, 112)}
+
+
+def launch_line(folder, size, tp, pp, mbs, gbs, dtype, stage):
+    layers, hidden, heads = SHAPES[size]
+    write_json(folder / "ds.json", mbs, gbs, dtype, stage)
+    (folder / "train.txt").write_text('"train: 0.5 0:0.95 /d/a, 0.5 0:0.95 /d/b"\n')
+    (folder / "valid.txt").write_text('"valid_en: 1 0.95:1 /d/a" "valid_fr: 1 0.95:1 /d/b"\n')
+    return f"""
+        --tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp}
+        --pp-partition-method 'type:transformer|embedding'
+        --num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads} --seq-length 2048
+        --max-position-embeddings 2048 --micro-batch-size {mbs} --global-batch-size {gbs}
+        --tokenizer-type PretrainedFromHF --tokenizer-name-or-path bigscience/tokenizer --init-method-std 0.0048
+        --embed-layernorm --{dtype} --seed 42 --position-embedding-type alibi --checkpoint-activations
+        --abort-on-unmet-fused-kernel-constraints --kill-switch-path /k --pad-vocab-size-to 250880
+        --optimizer adam --adam-beta1 0.9 --adam-beta2 0.95 --adam-eps 1e-8 --clip-grad 1.0
+        --exit-duration-in-mins 5990 --log-interval 1 --save-interval 100
+        --tensorboard-dir /t --tensorboard-queue-size 5 --log-timers-to-tensorboard
+        --log-batch-size-to-tensorboard --log-validation-ppl-to-tensorboard --save /s --load /s
+        --train-weighted-split-paths-path {folder}/train.txt --valid-weighted-split-paths-path {folder}/valid.txt
+        --dataloader-type single --data-impl mmap --distributed-backend nccl --num-workers 2
+        --deepspeed --deepspeed_config {folder}/ds.json --zero-stage {stage} --deepspeed-activation-checkpointing
+    """
+
+
+PRETRAIN = [
+    ("350M", 32, 1, 1, 1, 256, 32, "3e-4", "1e-5", "fp16"), ("760M", 32, 1, 2, 1, 256, 16, "2.5e-4", "1e-5", "fp16"),
+    ("1B3", 64, 2, 2, 1, 512, 16, "2e-4", "1e-5", "fp16"), ("2B5", 128, 4, 4, 1, 512, 32, "1.6e-4", "1e-5", "fp16"),
+    ("6B3", 128, 4, 4, 1, 512, 32, "1.2e-4", "1e-5", "fp16"), ("176B", 192, 4, 12, 2, 2048, 16, "6e-5", "6e-6", "bf16"),
+    ("176B", 384, 4, 12, 2, 2048, 16, "6e-5", "6e-6", "bf16"),
+]
+
+
+@pytest.mark.parametrize("size, ranks, tp, pp, mbs, gbs, step, lr, min_lr, dtype", PRETRAIN)
+def test_the_pretraining_launch_lines_parse(tmp_path, size, ranks, tp, pp, mbs, gbs, step, lr, min_lr, dtype):
+    stage = 0 if dtype == "bf16" else 1
+    line = launch_line(tmp_path, size, tp, pp, mbs, gbs, dtype, stage) + f"""
+        --rampup-batch-size 192 {step} 9_765_625 --train-samples 220_000_000 --lr {lr} --min-lr {min_lr}
+        --lr-decay-style cosine --lr-decay-samples 200_000_000 --lr-warmup-samples 183_105 --weight-decay 1e-1
+        --eval-interval 1000 --eval-iters 1 --valid-num-workers 0 --sync-tp-duplicated-parameters"""
+    s = parse(line, environ=world(ranks, ranks - 1))
+    assert s.parallel.data_parallel_size == ranks // (tp * pp)
+    assert s.train.rampup_batch_size == (192, step, 9_765_625) and s.train.train_samples == 220_000_000
+    assert s.optimizer.lr_warmup_samples == 183_105 and s.model.params_dtype == dtype
+    assert s.optimizer.zero_stage == stage and s.parallel.sync_tp_duplicated_parameters
+    assert s.optimizer.initial_loss_scale == (4096 if dtype == "fp16" else 2.0**32)
+    assert s.optimizer.loss_scale_window == (500 if dtype == "fp16" else 1000)
+    assert accepted_without_effect(s) == ["--deepspeed", "--deepspeed-activation-checkpointing",
+                                          "--abort-on-unmet-fused-kernel-constraints"]
+
+
+FINETUNE = [
+    ("350M", 32, 1, 1, 1, 1024, "fp16", 10), ("760M", 32, 1, 2, 1, 1024, "fp16", 10),
+    ("1B3", 64, 2, 2, 1, 2048, "fp16", 10), ("2B5", 128, 1, 2, 1, 2048, "fp16", 2),
+    ("6B3", 64, 1, 1, 4, 2048, "fp16", 10), ("176B", 288, 1, 72, 1, 2048, "bf16", 10),
+]
+
+
+@pytest.mark.parametrize("size, ranks, tp, pp, mbs, gbs, dtype, eval_iters", FINETUNE)
+def test_the_multitask_launch_lines_parse(tmp_path, size, ranks, tp, pp, mbs, gbs, dtype, eval_iters):
+    stage = 0 if dtype == "bf16" else 1
+    line = launch_line(tmp_path, size, tp, pp, mbs, gbs, dtype, stage) + f"""
+        --train-samples 6_348_800 --lr 2e-5 --lr-decay-style constant --lr-warmup-samples 0 --weight-decay 1e-4
+        --no-load-optim --norm-target-loss --reset-progress --eval-interval 125 --eval-iters {eval_iters}"""
+    s = parse(line, entry="finetune_t0", environ=world(ranks))
+    assert s.optimizer.lr_decay_style == "constant" and s.checkpoint.reset_progress and not s.checkpoint.load_optim
+    assert s.parallel.data_parallel_size == ranks // (tp * pp)  # 72 stages: 70 blocks, two ends
+    assert s.train.global_batch_size == gbs and s.flags["norm_target_loss"] is True
+
+
+def test_the_bitfit_launch_line_parses(tmp_path):
+    line = launch_line(tmp_path, "6B3", 1, 1, 4, 2048, "fp16", 1) + """
+        --train-samples 6_348_800 --lr 4e-5 --lr-decay-style constant --lr-warmup-samples 0 --weight-decay 1e-4
+        --bitfit --no-load-optim --save-interval 2 --eval-interval 250 --eval-iters 50"""
+    s = parse(line, entry="finetune_t0", environ=world(64))
+    assert s.optimizer.bitfit and s.checkpoint.save_interval == 2 and s.parallel.data_parallel_size == 64
+
+
+@pytest.mark.parametrize("line, words", [
+    ("", "--position-embedding-type absolute alibi"),
+    ("--position-embedding-type alibi --tokenizer-type GPT2BPETokenizer", "GPT2BPETokenizer PretrainedFromHF"),
+])
+def test_finetune_t0_has_rules_of_its_own(capsys, line, words):
+    message = refusal(capsys, f"{TINY} {line}", entry="finetune_t0")
+    assert message.startswith("finetune_t0.py: error: ") and all(word in message for word in words.split()), message
