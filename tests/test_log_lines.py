@@ -63,9 +63,9 @@ def test_parsing_a_line_gives_back_what_was_formatted():
         present = {name: value for name, value in vars(said).items() if value is not None}
         assert set(heard) == set(present)
         for name, value in present.items():
-            tolerance = {"learning_rate": dict(rel=1e-3), "loss": dict(rel=1e-6), "loss_scale": dict(abs=0.051),
-                         "tflops": dict(abs=0.0051), "seconds_per_iteration": dict(abs=0.0051)}
-            assert heard[name] == pytest.approx(value, **tolerance.get(name, dict(abs=0.00051)))
+            tolerance = {"learning_rate": {"rel": 1e-3}, "loss": {"rel": 1e-6}, "loss_scale": {"abs": 0.051},
+                         "tflops": {"abs": 0.0051}, "seconds_per_iteration": {"abs": 0.0051}}
+            assert heard[name] == pytest.approx(value, **tolerance.get(name, {"abs": 0.00051}))
             assert type(heard[name]) is type(value)
         assert training_line(TrainingFacts(**{"loss": None, **heard})) == line
 

@@ -145,17 +145,16 @@ def test_a_step_without_an_increment_is_a_type_error_that_changes_nothing():
     """DeepSpeed calls step() first and passes the batch size only after a TypeError."""
     schedule = LearningRateSchedule(Owner(), max_lr=1.0, warmup_steps=8, decay_steps=80)
     with pytest.raises(TypeError):
-        schedule.step(**{})
+        schedule.step()
     schedule.step(4)
     assert schedule.num_steps == 4 and schedule.get_lr() == 0.5
     assert not callable(schedule), "DeepSpeed would call a callable as a factory"
 
 
 def test_deepspeed_steps_it_by_the_global_batch(tmp_path, monkeypatch):
+    import deepspeed
     import torch
     import torch.distributed as dist
-
-    import deepspeed
 
     class Model(torch.nn.Linear):
         def forward(self, x):

@@ -84,13 +84,15 @@ def _fact(name: str) -> Callable[[RunLog], float | None]:
 
 
 def _seconds(reduce: Callable) -> Callable[[RunLog], float | None]:
-    """Time per iteration; from the samples per second, which the line gives with more digits."""
+    """Time per iteration, from the printed time or the printed rate: the one with more digits."""
     def figure(run: RunLog) -> float | None:
         times = []
         for line in run.timed:
-            rate, size = line.get("samples_per_second"), line.get("global_batch_size")
-            times.append(size / rate if rate and size else line.get("seconds_per_iteration"))
-        times = [seconds for seconds in times if seconds is not None]
+            seconds, rate = line.get("seconds_per_iteration", 0.0), line.get("samples_per_second", 0.0)
+            if rate > 0 and rate * 10 > seconds and "global_batch_size" in line:  # .3f against .2f
+                seconds = line["global_batch_size"] / rate
+            if seconds > 0:
+                times.append(seconds)
         return reduce(times) if times else None
     return figure
 
@@ -141,7 +143,7 @@ def compare(first: RunLog, second: RunLog, names: tuple[str, str]) -> list[tuple
         shown = ["-" if value is None else text(value) for value in values]
         ratio = "-"
         if has_ratio and None not in values and values[0] and all(map(math.isfinite, values)):
-            ratio = f"{values[1] / values[0]:.4g}"
+            ratio = f"{values[1] / values[0]:.3g}"
         table.append((title, *shown, ratio))
     return table
 
