@@ -83,7 +83,10 @@ def messages(catalogue: Path, language: str) -> Iterator[str]:
 def documents(root: Path, language: str, size: int = MESSAGES_PER_DOCUMENT) -> list[Document]:
     """All documents of ``language``, each of ``size`` messages or the rest of a catalogue."""
     made = []
-    for path in sorted(root.glob(f"**/locale/{language}/LC_MESSAGES/*.po")):
+    # where Django keeps them; "**" would walk the whole package for every language
+    catalogues = [path for place in ("conf", "contrib/*")
+                  for path in root.glob(f"{place}/locale/{language}/LC_MESSAGES/*.po")]
+    for path in sorted(catalogues):
         found = list(messages(path, language))
         for start in range(0, len(found), size):
             made.append(Document("\n".join(found[start:start + size]), language,

@@ -2,6 +2,8 @@
 
 import gettext
 import json
+import os
+import subprocess
 import sys
 import unicodedata
 from collections import Counter
@@ -14,6 +16,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 import make_corpus
 
+SOME = ("en", "ru", "el", "he", "hi", "th")
 PO = r'''
 msgid ""
 msgstr "Content-Type: text/plain; charset=UTF-8\n"
@@ -60,13 +63,14 @@ def test_fuzzy_empty_and_obsolete_messages_are_left_out(tmp_path):
 
 
 def test_documents_are_runs_of_messages_of_one_catalogue(tmp_path):
-    for app, count in (("a", 5), ("b", 1)):
+    for app, count in (("conf", 5), ("contrib/b", 1)):
         folder = tmp_path / app / "locale" / "de" / "LC_MESSAGES"
         folder.mkdir(parents=True)
-        (folder / "django.po").write_text("\n".join(f'msgid "{app}{i}"\nmsgstr "{app.upper()}{i}"\n' for i in range(count)))
+        (folder / "django.po").write_text("\n".join(f'msgid "{i}"\nmsgstr "{app[-1].upper()}{i}"\n' for i in range(count)))
     found = [(d.text, d.source) for d in make_corpus.documents(tmp_path, "de", size=2)]
     place = "locale/de/LC_MESSAGES/django.po"
-    assert found == [("A0\nA1", f"a/{place}:1"), ("A2\nA3", f"a/{place}:3"), ("A4", f"a/{place}:5"), ("B0", f"b/{place}:1")]
+    assert found == [("F0\nF1", f"conf/{place}:1"), ("F2\nF3", f"conf/{place}:3"), ("F4", f"conf/{place}:5"),
+                     ("B0", f"contrib/b/{place}:1")]
 
 
 def test_the_corpus_has_many_languages_and_scripts_by_unicode_names(made):
@@ -84,15 +88,21 @@ def test_the_corpus_has_many_languages_and_scripts_by_unicode_names(made):
     assert all(language in table for language in by_language)
 
 
-def test_every_twentieth_document_is_held_out_and_none_is_lost(made):
-    folder, _ = made
-    train, valid = lines(folder / "corpus.jsonl"), lines(folder / "valid.jsonl")
+def test_no_catalogue_of_django_is_missed():
     root = make_corpus.django_folder()
-    expected = Counter(d.source for language in make_corpus.LANGUAGES for d in make_corpus.documents(root, language))
+    sources = {d.source.rsplit(":", 1)[0] for d in make_corpus.documents(root, "de")}
+    assert sources == {p.relative_to(root).as_posix() for p in root.rglob("de/LC_MESSAGES/*.po")}
+
+
+def test_every_twentieth_document_is_held_out_and_none_is_lost(tmp_path):
+    make_corpus.make_corpus(tmp_path, SOME, min_languages=6)
+    train, valid = lines(tmp_path / "corpus.jsonl"), lines(tmp_path / "valid.jsonl")
+    root = make_corpus.django_folder()
+    expected = Counter(d.source for language in SOME for d in make_corpus.documents(root, language))
     assert Counter(record["source"] for record in train + valid) == expected and max(expected.values()) == 1
     assert len(valid) == (len(train) + len(valid)) // 20
     # languages take turns: a tenth of the corpus already holds all of them
-    assert {record["language"] for record in train[:len(train) // 10]} == set(make_corpus.LANGUAGES)
+    assert {record["language"] for record in train[:len(train) // 10]} == set(SOME)
 
 
 def test_the_translations_are_those_of_the_compiled_catalogue(made):
@@ -104,11 +114,14 @@ def test_the_translations_are_those_of_the_compiled_catalogue(made):
     assert set(record["text"].split("\n")) <= {line for text in known for line in text.split("\n")}
 
 
-def test_the_same_django_gives_the_same_bytes_and_no_other_file(made, tmp_path):
-    make_corpus.make_corpus(tmp_path)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["corpus.jsonl", "valid.jsonl"]
-    for path in tmp_path.iterdir():
-        assert path.read_bytes() == (made[0] / path.name).read_bytes()
+def test_the_same_django_gives_the_same_bytes_and_no_other_file(tmp_path):
+    for name in ("a", "b"):  # processes of different hash seeds
+        subprocess.run([sys.executable, str(ROOT / "examples" / "make_corpus.py"), "--output-dir", str(tmp_path / name),
+                        "--min-languages", "6", "--languages", *SOME], check=True, capture_output=True,
+                       env={**os.environ, "PYTHONHASHSEED": str(ord(name))})
+        assert sorted(p.name for p in (tmp_path / name).iterdir()) == ["corpus.jsonl", "valid.jsonl"]
+    for path in (tmp_path / "a").iterdir():
+        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
 
 
 @pytest.mark.parametrize("package, why", [("django", "find_spec"), ("polib", "import")])

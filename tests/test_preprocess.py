@@ -4,6 +4,7 @@ The tokenizer of most tests gives every UTF-8 byte its own value as id, so the
 expected tokens are the bytes of the text.
 """
 
+import itertools
 import json
 import os
 import random
@@ -71,7 +72,7 @@ def read(folder, name="d_text_document"):
     assert pointers == tuple(width * sum(sizes[:i]) for i in range(n)) and len(data) == width * sum(sizes)
     sequences = [list(struct.unpack_from(f"<{size}{letter}", data, at)) for size, at in zip(sizes, pointers)]
     assert marks[0] == 0 and marks[-1] == n
-    return [sequences[a:b] for a, b in zip(marks, marks[1:])], code
+    return [sequences[a:b] for a, b in itertools.pairwise(marks)], code
 
 
 def outputs(folder):
