@@ -134,10 +134,9 @@ def test_a_second_start_reads_the_cache_and_builds_nothing(tmp_path, monkeypatch
 
 
 def test_the_cache_is_keyed_by_everything_it_depends_on(tmp_path):
-    sizes = [30, 20, 40]
-    prefix = write(tmp_path / "d", sizes)
+    prefix = write(tmp_path / "d", [30, 20, 30, 20])  # two ranges of equal sizes
 
-    def key(documents=(0, 1, 2), samples=20, seq_length=7, seed=5):
+    def key(documents=(0, 1, 2, 3), samples=20, seq_length=7, seed=5):
         return GPTDataset(
             "train", IndexedDataset(prefix), np.array(documents), samples, seq_length, seed
         ).index_hash
@@ -145,16 +144,31 @@ def test_the_cache_is_keyed_by_everything_it_depends_on(tmp_path):
     keys = [
         key(),
         key(documents=(0, 1)),
-        key(documents=(1, 2)),
+        key(documents=(2, 3)),
         key(samples=21),
         key(seq_length=8),
         key(seed=6),
     ]
-    write(tmp_path / "d", [30, 21, 39])  # other data under the same name, as many tokens
+    write(tmp_path / "d", [30, 21, 29, 20])  # other data under the same name, as many tokens
     keys.append(key())
     assert len(set(keys)) == len(keys)
     assert len(caches(tmp_path)) == 3 * len(keys)
     assert key() == keys[-1]
+
+
+def test_a_cache_file_appears_whole_and_an_exception_keeps_the_older_one(tmp_path):
+    path = tmp_path / "x.npy"
+    path.write_bytes(b"old")
+    with pytest.raises(KeyboardInterrupt), caching.atomic_file(str(path)) as file:
+        file.write(b"half")
+        file.flush()
+        assert path.read_bytes() == b"old"
+        raise KeyboardInterrupt
+    assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["x.npy"]
+    with caching.atomic_file(str(path)) as file:
+        file.write(b"new")
+        assert path.read_bytes() == b"old"
+    assert path.read_bytes() == b"new" and os.listdir(tmp_path) == ["x.npy"]
 
 
 @pytest.mark.parametrize(
