@@ -7,6 +7,8 @@ unless ``MEGATRON_DATA_NUMPY=1`` is set in the environment.
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 from dataclasses import dataclass
 
@@ -16,6 +18,8 @@ try:
     from megatron.data import helpers
 except ImportError:
     helpers = None
+
+logger = logging.getLogger(__name__)
 
 #: whether the compiled helpers can be imported
 HAVE_HELPERS = helpers is not None
@@ -135,13 +139,19 @@ def build_blending_indices(weights: np.ndarray, length: int, *,
         raise ValueError(f"a blend needs 1 .. 65535 weights, none negative and not all zero; got {weights}")
     if _use_helpers(force_numpy):
         return helpers.build_blending_indices(weights, length)
+    if length > 10_000_000:
+        logger.warning("a blend of %d samples is computed in Python, at some microseconds each; build the "
+                       "extension megatron.data.helpers to do it a hundred times faster", length)
     which, local = np.empty(length, np.uint16), np.empty(length, np.int64)
     candidates = [(k, weight) for k, weight in enumerate(weights.tolist()) if weight]
     taken = [0] * len(weights)
     for i in range(length):
         reached = max(i, 1)
-        # max() keeps the first of equals, which is the lowest index
-        best = max(candidates, key=lambda candidate: candidate[1] * reached - taken[candidate[0]])[0]
+        best, best_lag = -1, -math.inf
+        for k, weight in candidates:
+            lag = weight * reached - taken[k]
+            if lag > best_lag:  # not >=: of equals the first stays
+                best, best_lag = k, lag
         which[i], local[i] = best, taken[best]
         taken[best] += 1
     return which, local

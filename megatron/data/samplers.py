@@ -85,9 +85,9 @@ class CyclicSampler(BatchSampler):
     def _one_pass(self, number: int, start: int) -> Iterator[list[int]]:
         bucket = self.pass_samples // self.dp_size
         order = torch.randperm(bucket, generator=torch.Generator().manual_seed(number))
-        own = (order + self.dp_rank * bucket).tolist()
+        own = order + self.dp_rank * bucket
         for first in range(start // self.dp_size, bucket, self.batch_size):
-            yield own[first:first + self.batch_size]
+            yield own[first:first + self.batch_size].tolist()
 
 
 SAMPLERS = {"single": SequentialSampler, "cyclic": CyclicSampler}
