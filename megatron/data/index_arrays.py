@@ -141,7 +141,7 @@ def build_blending_indices(weights: np.ndarray, length: int, *,
         return helpers.build_blending_indices(weights, length)
     if length > 10_000_000:
         logger.warning("a blend of %d samples is computed in Python, at some microseconds each; build the "
-                       "extension megatron.data.helpers to do it a hundred times faster", length)
+                       "extension megatron.data.helpers, which is far faster", length)
     which, local = np.empty(length, np.uint16), np.empty(length, np.int64)
     candidates = [(k, weight) for k, weight in enumerate(weights.tolist()) if weight]
     taken = [0] * len(weights)
