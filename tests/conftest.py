@@ -1,0 +1,26 @@
+"""Fixtures shared by all tests, and an environment without network or surprises."""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+for variable in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"):
+    os.environ[variable] = "1"
+sys.path.insert(0, str(Path(__file__).parent))
+
+import pytest  # noqa: E402
+from worker_group import WorkerGroup  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def worker_group():
+    """``worker_group(n)``: the shared group of n started ranks, up to the end of the session."""
+    groups: dict[int, WorkerGroup] = {}
+
+    def of_size(size: int) -> WorkerGroup:
+        return groups.setdefault(size, WorkerGroup(size))
+
+    yield of_size
+    for group in groups.values():
+        group.close()
