@@ -90,9 +90,6 @@ def fold_deepspeed_config(config: Mapping[str, Any], given: set[str]) -> dict[st
         for key, (field, convert) in _LOSS_SCALING.items():
             if key in fp16:
                 found[field] = convert(_scaling_number(fp16, key))
-        if "initial_loss_scale" in found and "initial_loss_scale" not in given and "min_loss_scale" in found:
-            check_loss_scale("2 ** initial_scale_power of the DeepSpeed JSON,", found["initial_loss_scale"],
-                             found["min_loss_scale"])
     zero = _section(config, "zero_optimization")
     if "stage" in zero:
         found["zero_stage"] = _get_number(zero, "stage", whole=True)
@@ -138,6 +135,8 @@ def check_against_flags(config: Mapping[str, Any], settings: Settings) -> None:
             if key in fp16 and convert(_scaling_number(fp16, key)) != ours:
                 raise _differ(f"fp16.{key}", fp16[key], f"--{field.replace('_', '-')}",
                               "dynamic" if ours is None else f"{ours:g}")
+        check_loss_scale("--initial-loss-scale (2 ** initial_scale_power in the DeepSpeed JSON)",
+                         settings.optimizer.initial_loss_scale, settings.optimizer.min_loss_scale)
     _check_zero(_section(config, "zero_optimization"))
 
 

@@ -141,6 +141,7 @@ CONTRADICTIONS = [
     ("--fp16 --hysteresis 1", {"fp16": FP16}, "fp16.hysteresis 2 --hysteresis 1"),
     ("--fp16 --min-loss-scale 2", {"fp16": FP16}, "fp16.min_loss_scale 1 --min-loss-scale 2"),
     ("--fp16", {"fp16": {**FP16, "min_loss_scale": 8192}}, "8192 4096"),
+    ("--fp16 --min-loss-scale 8192", {"fp16": {"enabled": True, "initial_scale_power": 12}}, "8192 4096"),
     ("--fp16", {"fp16": {**FP16, "auto_cast": True}}, "fp16.auto_cast"),
     ("", {"zero_optimization": {"stage": 2}}, "zero_optimization.stage 2 0 1"),
     ("--zero-stage 1", {"zero_optimization": {"stage": 3}}, "zero_optimization.stage 3"),
