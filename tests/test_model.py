@@ -1,74 +1,32 @@
 """The model against Hugging Face, torch and hand-written formulas; two TP ranks against one."""
 
 import math
+import re
 
 import pytest
-import tp_world
 import torch
 import torch.nn.functional as F
+import tp_world
+from small_model import (
+    ALONE,
+    LENGTH,
+    SEGMENTS,
+    VOCAB,
+    absolute,
+    batch,
+    build,
+    config,
+    freeze_weights,
+    grads,
+    loss_of,
+    randomize,
+)
 
 from megatron.config import ModelConfig
-from megatron.model import hf_names, positions
-from megatron.model.pipe import GPTModel, build_specs, loss_function
-from megatron.mpu.context import ParallelContext
+from megatron.model import hf_names
+from megatron.model.pipe import GPTModel, build_specs
 from megatron.mpu.random import seed_everything
 from megatron.mpu.tags import shard, tag_of
-
-ALONE = ParallelContext()
-VOCAB, LENGTH = 50, 16
-
-
-def config(**changes):
-    heads = changes.get("num_attention_heads", 4)
-    return ModelConfig(**{"num_layers": 2, "hidden_size": 6 * heads, "num_attention_heads": heads,
-                          "seq_length": LENGTH, "vocab_size": VOCAB, "padded_vocab_size": 64,
-                          "position_embedding_type": "alibi", "embed_layernorm": True,
-                          "attention_dropout": 0.0, "hidden_dropout": 0.0, **changes})
-
-
-def absolute(**changes):
-    return config(position_embedding_type="absolute", max_position_embeddings=20, embed_layernorm=False,
-                  **changes)
-
-
-def randomize(model, seed=7):
-    """Values no term can hide behind: nonzero biases, LayerNorm weights away from one."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            noise = torch.randn(param.shape, generator=generator)
-            norm_weight = name.endswith("weight") and param.dim() == 1
-            param.copy_(1 + 0.3 * noise if norm_weight else 0.3 * noise)
-    return model
-
-
-def build(settings, context=ALONE, seed=1):
-    """A randomized model: whole, or this rank's share of the same one."""
-    model = GPTModel(settings, context, seed_everything(seed, context))
-    if context.tp_size == 1:
-        return randomize(model)
-    whole = randomize(GPTModel(settings, ALONE, seed_everything(seed, ALONE)))
-    with torch.no_grad():
-        for param, full in zip(model.parameters(), whole.parameters(), strict=True):
-            param.copy_(shard(full, tag_of(full), context.tp_rank, context.tp_size))
-    return model
-
-
-def batch(rows=3, seed=5):
-    generator = torch.Generator().manual_seed(seed)
-    data = torch.randint(0, VOCAB, (rows, LENGTH + 1), generator=generator)
-    mask = (torch.rand(rows, LENGTH, generator=generator) > 0.3).float()
-    return data[:, :-1], data[:, 1:], mask
-
-
-def loss_of(model, settings, context=ALONE, segments=None):
-    tokens, labels, mask = batch()
-    return loss_function(settings, context)(model(tokens, segment_ids=segments), (labels, mask))
-
-
-def grads(model):
-    return {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
-
 
 # --- Hugging Face -----------------------------------------------------------------------------
 
@@ -176,8 +134,6 @@ def test_every_parameter_is_tagged_and_sharded_as_documented():
 
 @pytest.mark.parametrize("layers", [1, 5])
 def test_partition_patterns_match_the_blocks_and_the_two_embedding_entries_only(layers):
-    import re
-
     specs = build_specs(config(num_layers=layers), ALONE, seed_everything(1, ALONE))
     names = [getattr(getattr(spec, "typename", spec), "__name__", "") for spec in specs]
     found = {pattern: [i for i, name in enumerate(names) if re.search(pattern, name, re.IGNORECASE)]
@@ -229,158 +185,6 @@ def test_first_stage_refuses_what_does_not_fit_the_flag(inputs):
 def test_impossible_settings_are_refused_by_name(changes, message):
     with pytest.raises(ValueError, match=message):
         build(config(**changes))
-
-
-# --- attention --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("heads", [4, 6, 7, 12, 112])
-def test_alibi_slopes_follow_the_paper(heads):
-    power = 1
-    while 2 * power <= heads:
-        power *= 2
-    expected = [2 ** (-8 * k / power) for k in range(1, power + 1)]
-    expected += [2 ** (-4 * m / power) for m in range(1, 999, 2)][: heads - power]
-    torch.testing.assert_close(positions.alibi_slopes(heads), torch.tensor(expected), rtol=1e-6, atol=0)
-    for size in (size for size in (1, 2, 4, 7) if heads % size == 0):
-        shares = [positions.local_alibi_slopes(heads, ParallelContext(tp_size=size, tp_rank=rank))
-                  for rank in range(size)]
-        assert torch.equal(torch.cat(shares), positions.alibi_slopes(heads))
-        assert {len(share) for share in shares} == {heads // size}
-
-
-def by_hand(attention, x, allowed, slopes, turn):
-    """Attention as in the paper, one query, head and row at a time, in fp64."""
-    width, heads = attention.config.kv_channels, attention.heads
-    weight, bias = (p.double() for p in attention.query_key_value.parameters())
-    fused = (x.double() @ weight.T + bias).view(*x.shape[:2], heads, 3, width)
-    out = torch.zeros(*x.shape[:2], heads, width, dtype=torch.float64)
-    for b in range(x.shape[0]):
-        for head in range(heads):
-            query, key, value = (turn(fused[b, :, head, part]) for part in (0, 1)), None, None
-            query, key = query
-            value = fused[b, :, head, 2]
-            for i in range(x.shape[1]):
-                seen = [j for j in range(x.shape[1]) if allowed(b, i, j)]
-                scores = torch.stack([query[i] @ key[j] / math.sqrt(width) + slopes[head] * j for j in seen])
-                out[b, i, head] = scores.softmax(0) @ value[seen]
-    weight, bias = (p.double() for p in attention.dense.parameters())
-    return out.flatten(2) @ weight.T + bias
-
-
-def turn_by_hand(vectors):
-    """Rotary positions with complex numbers: pair (i, i + d/2) turns by position * 10000^(-2i/d)."""
-    width = vectors.shape[-1]
-    numbers = torch.complex(vectors[:, : width // 2], vectors[:, width // 2:])
-    for position in range(len(vectors)):
-        for i in range(width // 2):
-            angle = position * 10000 ** (-2 * i / width)
-            numbers[position, i] = numbers[position, i] * complex(math.cos(angle), math.sin(angle))
-    return torch.cat((numbers.real, numbers.imag), dim=-1)
-
-
-SEGMENTS = torch.tensor([[1] * 5 + [2] * 9 + [0, 0], [1] * 16, [3] * 2 + [7] * 14])
-
-
-@pytest.mark.parametrize("explicit", [False, True])
-@pytest.mark.parametrize("segmented", [False, True])
-@pytest.mark.parametrize("kind", ["alibi", "rotary", "absolute"])
-def test_attention_is_the_written_formula(kind, segmented, explicit):
-    settings = config(position_embedding_type=kind, max_position_embeddings=20, kv_channels=4,
-                      masked_softmax_fusion=not explicit)
-    attention = build(settings).layers["4"].self_attention
-    assert attention.dense.weight.shape == (24, 16)
-    torch.manual_seed(3)
-    x = torch.randn(3, LENGTH, 24)
-
-    def allowed(b, i, j):
-        return j <= i and (not segmented or SEGMENTS[b, i] == SEGMENTS[b, j])
-
-    with torch.no_grad():
-        slopes = positions.alibi_slopes(4).double() if kind == "alibi" else torch.zeros(4)
-        expected = by_hand(attention, x, allowed, slopes, turn_by_hand if kind == "rotary" else lambda v: v)
-        got = attention(x, SEGMENTS if segmented else None)
-    torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("scaling, softmax_fp32", [(True, False), (False, True), (False, False)])
-@pytest.mark.parametrize("dtype, tolerance", [("fp32", 1e-5), ("bf16", 0.06)])
-def test_explicit_attention_agrees_with_the_fused_one(dtype, tolerance, scaling, softmax_fp32):
-    results = []
-    for fusion in (True, False):
-        settings = config(masked_softmax_fusion=fusion, query_key_layer_scaling=scaling, num_layers=4,
-                          attention_softmax_in_fp32=softmax_fp32, params_dtype=dtype)
-        attention = build(settings).layers["6"].self_attention
-        assert attention.layer_scale == (3 if scaling else 1)
-        x = torch.randn(2, LENGTH, 24, generator=torch.Generator().manual_seed(3))
-        x = x.to(attention.dense.weight.dtype).requires_grad_()
-        y = attention(x)
-        y.square().sum().backward()
-        results.append((y.detach(), x.grad / x.grad.abs().max()))
-    for fused, explicit in zip(*results, strict=True):
-        torch.testing.assert_close(explicit, fused, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize("kind", ["alibi", "rotary", "absolute"])
-def test_a_token_changes_no_logit_before_it(kind):
-    model = build(config(position_embedding_type=kind, max_position_embeddings=20)).eval()
-    tokens, _, _ = batch()
-    changed = tokens.clone()
-    changed[:, 9] = (changed[:, 9] + 1) % VOCAB
-    with torch.no_grad():
-        before, after = model(tokens), model(changed)
-    assert torch.equal(before[:, :9], after[:, :9])
-    assert before[:, 9:].ne(after[:, 9:]).any(-1).all()
-
-
-@pytest.mark.parametrize("explicit", [False, True])
-@pytest.mark.parametrize("kind", ["alibi", "rotary"])
-def test_documents_of_one_row_do_not_see_each_other(kind, explicit):
-    settings = config(position_embedding_type=kind, reset_attention_mask=True,
-                      masked_softmax_fusion=not explicit)
-    model = build(settings).eval()
-    tokens, _, _ = batch(rows=1)
-    segments = torch.tensor([[1] * 7 + [2] * 9])
-    changed = tokens.clone()
-    changed[:, :7] = (changed[:, :7] + 3) % VOCAB
-    with torch.no_grad():
-        before, after = model(tokens, segment_ids=segments), model(changed, segment_ids=segments)
-        alone = model(tokens[:, 7:], segment_ids=segments[:, 7:])
-    assert torch.equal(before[:, 7:], after[:, 7:])
-    assert before[:, :7].ne(after[:, :7]).any()
-    torch.testing.assert_close(before[:, 7:], alone, rtol=1e-5, atol=1e-5)
-
-
-def test_one_segment_per_row_is_plain_causal_attention():
-    plain, segmented = build(config()), build(config(reset_attention_mask=True))
-    tokens, _, _ = batch()
-    torch.testing.assert_close(segmented(tokens, segment_ids=torch.ones_like(tokens)), plain(tokens))
-
-
-@pytest.mark.parametrize("segmented", [False, True])
-def test_bias_is_built_once_per_forward_and_never_reused_for_other_segments(segmented, monkeypatch):
-    settings = config(num_layers=4, reset_attention_mask=segmented, checkpoint_activations=True)
-    model = build(settings)
-    built = []
-    plain_fill = torch.Tensor.masked_fill
-    monkeypatch.setattr(torch.Tensor, "masked_fill", lambda *a: built.append(1) or plain_fill(*a))
-    tokens, labels, mask = batch()
-    segments = SEGMENTS.clone() if segmented else None
-    first = model(tokens, segment_ids=segments)
-    first.sum().backward()
-    assert len(built) == 1
-    if segmented:
-        segments[:, :] = 1  # the same memory with other contents
-        second = model(tokens, segment_ids=segments)
-        assert len(built) == 2 and not torch.allclose(first, second)
-
-
-def test_16_bit_alibi_is_the_fp32_product_rounded():
-    cache = positions.PositionCache(config(num_attention_heads=6), ALONE)
-    bias = cache.bias(LENGTH, None, torch.device("cpu"), torch.bfloat16)
-    expected = (positions.alibi_slopes(6)[:, None] * torch.arange(LENGTH)).bfloat16()
-    assert torch.equal(bias[0, :, -1], expected)
-    assert bias[0, 0, 3, 4:].isneginf().all() and bias[0, 0, 3, :4].isfinite().all()
 
 
 # --- blocks -----------------------------------------------------------------------------------
@@ -440,116 +244,6 @@ def test_embedding_norm_keeps_its_own_epsilon_and_comes_before_positions():
     assert build(settings).layers["3"].input_layernorm.eps == 0.5
 
 
-# --- dropout and recomputation ----------------------------------------------------------------
-
-
-def test_hidden_dropout_uses_the_default_stream_and_attention_dropout_the_private_one():
-    for which in ("hidden_dropout", "attention_dropout"):
-        settings = config(**{which: 0.5})
-        model = build(settings)
-        default, private = torch.get_rng_state(), model.streams.get_state()
-        model(batch()[0])
-        moved = (not torch.equal(default, torch.get_rng_state()),
-                 not torch.equal(private, model.streams.get_state()))
-        assert moved == (which == "hidden_dropout", which == "attention_dropout")
-        default, private = torch.get_rng_state(), model.streams.get_state()
-        model.eval()(batch()[0])
-        assert torch.equal(default, torch.get_rng_state()) and torch.equal(private, model.streams.get_state())
-
-
-def freeze_weights(model):
-    for name, param in model.named_parameters():
-        param.requires_grad_(name.endswith("bias"))
-
-
-@pytest.mark.parametrize("embed_norm", [True, False])
-@pytest.mark.parametrize("only_biases", [False, True])
-@pytest.mark.parametrize("chunk", [1, 2, 3])
-def test_recomputation_changes_no_gradient_with_dropout_on(chunk, only_biases, embed_norm):
-    results, states = [], []
-    for recompute in (False, True):
-        settings = config(num_layers=4, embed_layernorm=embed_norm, hidden_dropout=0.2, attention_dropout=0.2,
-                          checkpoint_activations=recompute, checkpoint_num_layers=chunk)
-        model = build(settings)
-        if only_biases:
-            freeze_weights(model)
-        for _ in range(2):
-            loss_of(model, settings).backward()
-        results.append(grads(model))
-        states.append((torch.get_rng_state(), model.streams.get_state()))
-    plain, recomputed = results
-    biases = 11 * 24 * 4 + 24 + 24 * embed_norm
-    if only_biases:
-        assert sum(grad.numel() for grad in plain.values()) == biases
-    assert plain.keys() == recomputed.keys()
-    for name, grad in plain.items():
-        assert torch.equal(grad, recomputed[name]), name
-        assert grad.ne(0).any(), name
-    for one, other in zip(*states, strict=True):
-        assert torch.equal(one, other)
-
-
-def kept_bytes(settings, frozen=False):
-    """Bytes autograd holds between forward and backward, parameters not counted."""
-    model = build(settings)
-    if frozen:
-        freeze_weights(model)
-    own = {param.untyped_storage().data_ptr() for param in model.parameters()}
-    kept = {}
-
-    def keep(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = (storage.nbytes(), tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = loss_of(model, settings)
-    size = sum(nbytes for nbytes, _ in kept.values())
-    loss.backward()
-    return size, model
-
-
-def test_recomputation_keeps_one_input_per_chunk():
-    held = {}
-    for layers in (4, 8):
-        for recompute, chunk in ((False, 1), (True, 1), (True, 2)):
-            held[layers, recompute, chunk], _ = kept_bytes(config(
-                num_layers=layers, checkpoint_activations=recompute, checkpoint_num_layers=chunk))
-    hidden = 3 * LENGTH * 24 * 4
-    assert held[8, True, 1] - held[4, True, 1] == pytest.approx(4 * hidden, rel=0.1)
-    assert held[8, True, 2] - held[4, True, 2] == pytest.approx(2 * hidden, rel=0.1)
-    assert held[8, False, 1] - held[4, False, 1] > 4 * 10 * hidden
-
-
-def test_frozen_weights_get_no_gradient_and_no_saved_input():
-    full, _ = kept_bytes(config())
-    biases_only, model = kept_bytes(config(), frozen=True)
-    for name, param in model.named_parameters():
-        assert (param.grad is None) != name.endswith("bias"), name
-    hidden = 3 * LENGTH * 24 * 4
-    # per block both LayerNorm outputs and the 4h-wide activation; attention itself needs the fourth
-    # linear's input. Once: the input of the tied head and the token ids (rows of LENGTH + 1)
-    assert full - biases_only == 2 * (2 + 4) * hidden + hidden + 3 * (LENGTH + 1) * 8
-
-
-def test_key_biases_get_no_gradient_without_rotary_positions():
-    settings = config()
-    model = build(settings)
-    loss_of(model, settings).backward()
-    grad = model.layers["3"].self_attention.query_key_value.bias.grad.view(4, 3, 6)
-    assert float(grad[:, 1].abs().max()) < 1e-6 < 1e-4 < float(grad[:, 0].abs().max())
-
-
-def test_model_without_anything_trainable_before_a_block_still_trains_it():
-    settings = config(embed_layernorm=False, num_layers=1)
-    model = build(settings)
-    model.requires_grad_(False)
-    assert model.layers["1"]((batch()[0], None)).requires_grad  # what a pipeline stage must send on
-    with torch.no_grad():
-        assert not model.layers["1"]((batch()[0], None)).requires_grad
-
-
 # --- two ranks against one --------------------------------------------------------------------
 
 
@@ -595,8 +289,6 @@ def tp_frozen_recomputed(context):
 
 def tp_dropout(context):
     """Hidden dropout is the same on both ranks, that of attention weights is not."""
-    import torch.distributed as dist
-
     for which, equal in (("hidden_dropout", True), ("attention_dropout", False)):
         settings = config(num_layers=1, **{which: 0.5})
         model = build(settings, context)
@@ -616,7 +308,7 @@ def tp_dropout(context):
         setattr(F, name, plain)
         drawn = torch.cat(masks)
         both = [torch.empty_like(drawn) for _ in range(2)]
-        dist.all_gather(both, drawn)
+        torch.distributed.all_gather(both, drawn)
         assert torch.equal(*both) == equal
 
 
