@@ -155,13 +155,14 @@ def test_the_first_line_of_the_merges_is_skipped_whatever_it_is(tmp_path):
     assert tokenizer.tokenize("abcd") == [vocab["a"], vocab["b"], 257]
 
 
-def test_a_long_text_is_cut_only_where_words_begin(trained, monkeypatch):
+def test_a_long_text_is_cut_only_where_words_begin(trained):
     ours = build_tokenizer(gpt2_config(trained))
-    text = " ".join(TEXTS * 4)
+    text = " ".join(["a     b \n   c", *TEXTS] * 4)
     whole = ours.tokenize(text)
-    for size in (1, 7, 50):
+    for size in (1, 2, 3, 7, 50):
         pieces = list(gpt2_bpe._segments(text, size))
         assert "".join(pieces) == text and len(pieces) > 20
+        assert [word for piece in pieces for word in PATTERN.findall(piece)] == PATTERN.findall(text)
         assert [i for piece in pieces for i in ours.tokenize(piece)] == whole
 
 
