@@ -46,7 +46,7 @@ def cost_run(case: Case, base: str, steps: int) -> dict:
         "moment_elements": sum(tensor.numel() for tensor in moments),
         "facts": optimizer_facts(engine, settings), "width": width,
         "moved": dict(moved),
-        "query_key_value": {name: (param - before[name]).abs().cpu() for name, param in params.items()
+        "query_key_value": {name: (param.detach() - before[name]).abs().cpu() for name, param in params.items()
                             if name.endswith("query_key_value.bias")},
         "heads": case.heads // case.tp,
     }

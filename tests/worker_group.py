@@ -9,6 +9,7 @@ from __future__ import annotations
 import faulthandler
 import importlib
 import os
+import pickle
 import socket
 import sys
 import tempfile
@@ -52,14 +53,15 @@ def _serve(rank: int, size: int, port: int, pipe: Connection, log: str) -> None:
 
     torch.set_num_threads(1)
     initialize_distributed(ParallelConfig(world_size=size, rank=rank, local_rank=rank), timeout_minutes=5)
-    pipe.send(("ready", None))
+    pipe.send_bytes(pickle.dumps(("ready", None)))
     while (job := pipe.recv()) is not None:
         module, name, args = job
         try:
-            answer = ("done", getattr(importlib.import_module(module), name)(*args))
+            # plain pickle: the pipe's own way with tensors shares memory with this process
+            answer = pickle.dumps(("done", getattr(importlib.import_module(module), name)(*args)))
         except BaseException as error:
-            answer = ("failed", (f"{type(error).__name__}: {error}", traceback.format_exc()))
-        pipe.send(answer)
+            answer = pickle.dumps(("failed", (f"{type(error).__name__}: {error}", traceback.format_exc())))
+        pipe.send_bytes(answer)
     shutdown()
 
 
@@ -110,7 +112,7 @@ class WorkerGroup:
             for pipe in ready:
                 rank = self._pipes.index(pipe)
                 try:
-                    kind, value = pipe.recv()
+                    kind, value = pickle.loads(pipe.recv_bytes())
                 except EOFError:
                     self._fail(rank, "the process died")
                 if kind != wanted:
