@@ -1,41 +1,96 @@
-# Sourced by tests/run.sh and examples/quickstart.sh: an environment with everything installed.
+# Sourced by tests/run.sh, examples/*.sh and .ci/run: an environment with everything installed.
 #
-#   setup_env EXTRAS     e.g. setup_env test,dev
+#   setup_env EXTRAS     e.g. setup_env test,dev; afterwards "python" is the one to use
 #
-# Uses the active virtual or conda environment if there is one, else makes .venv in the
-# repository. Installs only when something it depends on has changed since last time.
-# PYTHON chooses the interpreter of a new environment.
+# An active virtual or conda environment (but for conda's base) is used, and a torch that it
+# already holds stays. Without one, .venv is made in the repository, with the exact versions of
+# constraints.txt. Nothing is installed again until one of the files it depends on changes.
+# PYTHON chooses the interpreter of a new .venv.
+
+_error() {
+    printf 'error: %s\n' "$*" >&2
+    exit 1
+}
+
+_version_of() {
+    "$1" -c 'import sys; print(*sys.version_info[:3], sep=".")' 2> /dev/null
+}
+
+_new_enough() {
+    "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2> /dev/null
+}
+
+# Interpreter for a new .venv: PYTHON, or the first on PATH that is new enough.
+_base_python() {
+    local name
+    if [ -n "${PYTHON:-}" ]; then
+        _version_of "$PYTHON" > /dev/null || _error "PYTHON=$PYTHON does not run; name a Python 3.10 or newer"
+        _new_enough "$PYTHON" || _error "PYTHON=$PYTHON is Python $(_version_of "$PYTHON"); 3.10 or newer is needed"
+        echo "$PYTHON"
+        return
+    fi
+    for name in python3 python3.13 python3.12 python3.11 python3.10 python; do
+        if _new_enough "$name"; then
+            echo "$name"
+            return
+        fi
+    done
+    _error "no Python 3.10 or newer on PATH (python3 is $(_version_of python3 || echo missing));" \
+        "name one, for example PYTHON=/path/to/python3.11"
+}
+
+# Make .venv unless a whole one is there (an interrupted one is not), and activate it.
+_own_environment() {
+    local root="$1" base
+    base="$(_base_python)" || exit 1
+    if ! "$root/.venv/bin/python" -m pip --version > /dev/null 2>&1 ||
+        { [ -n "${PYTHON:-}" ] && [ "$(_version_of "$base")" != "$(_version_of "$root/.venv/bin/python")" ]; }; then
+        echo "environment: making $root/.venv with Python $(_version_of "$base")"
+        "$base" -m venv --clear "$root/.venv" || _error "$base -m venv could not make $root/.venv"
+    fi
+    # shellcheck disable=SC1091
+    . "$root/.venv/bin/activate"
+}
 
 setup_env() {
-    local extras="$1" root python stamp wanted
+    local extras="$1" root place="" stamp wanted
+    local constraints=()
     root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-    python="${PYTHON:-python3}"
-    if ! command -v "$python" > /dev/null; then
-        echo "error: no interpreter '$python'; set PYTHON to a Python 3.10 or newer" >&2
-        return 1
+    if [ -n "${VIRTUAL_ENV:-}" ]; then
+        place="$VIRTUAL_ENV"
+    elif [ -n "${CONDA_PREFIX:-}" ] && [ "${CONDA_DEFAULT_ENV:-}" != base ]; then
+        place="$CONDA_PREFIX"
     fi
-    if [ -n "${VIRTUAL_ENV:-}" ] || [ -n "${CONDA_PREFIX:-}" ]; then
-        python=python
-    elif [ -x "$root/.venv/bin/python" ]; then
-        python="$root/.venv/bin/python"
+    if [ -n "$place" ]; then
+        # first on PATH even where a shell profile put another python before it
+        export PATH="$place/bin:$PATH"
+        _new_enough python || _error "the active environment $place has Python $(_version_of python || echo missing);" \
+            "3.10 or newer is needed: activate another, or none"
+    else
+        _own_environment "$root"
+        place="$root/.venv"
     fi
-    if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
-        echo "error: $("$python" --version 2>&1) is too old; set PYTHON to a Python 3.10 or newer" >&2
-        return 1
-    fi
-    if [ -z "${VIRTUAL_ENV:-}" ] && [ -z "${CONDA_PREFIX:-}" ]; then
-        [ -x "$root/.venv/bin/python" ] || { echo "making $root/.venv"; "$python" -m venv "$root/.venv"; }
-        # shellcheck disable=SC1091
-        . "$root/.venv/bin/activate"
-    fi
-    stamp="$(python -c 'import sys; print(sys.prefix)')/.megatron-bitfit-$extras"
-    wanted="$root $(cat "$root/constraints.txt" "$root/setup.py" "$root/pyproject.toml" \
-                    "$root/megatron/data/helpers.cpp" | cksum)"
-    if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
-        echo "installing megatron-bitfit[$extras] (some minutes the first time)"
-        # torch alone first: what depends on it would otherwise choose a version of its own
-        python -m pip install --quiet -c "$root/constraints.txt" torch
-        python -m pip install --quiet -c "$root/constraints.txt" -e "$root[$extras]"
+    stamp="$place/.megatron-bitfit-$extras"
+    wanted="$root $(_version_of python) $(cat "$root/constraints.txt" "$root/setup.py" "$root/pyproject.toml" \
+        "$root/megatron/data/helpers.cpp" | cksum)"
+    if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
+        echo "environment: $place is up to date"
+    else
+        # a torch that somebody chose for this machine's accelerators is not replaced
+        if [ "$place" = "$root/.venv" ] || ! python -c 'import importlib.metadata as m; m.version("torch")' 2> /dev/null
+        then
+            constraints=(-c "$root/constraints.txt")
+        fi
+        echo "environment: installing megatron-bitfit[$extras] into $place (minutes, the first time)"
+        # torch alone first: it is by far the largest part
+        python -m pip install "${constraints[@]}" torch || _error "torch could not be installed, see above"
+        python -m pip install "${constraints[@]}" -e "$root[$extras]" ||
+            _error "megatron-bitfit[$extras] could not be installed, see above"
+        (cd "$root" && python -c '
+from megatron.data.index_arrays import HAVE_HELPERS
+print("environment: the C++ index helper", "is built" if HAVE_HELPERS else
+      "could not be built (no compiler?); the slower NumPy path gives the same arrays")') ||
+            _error "the installation in $place does not work, see above"
         echo "$wanted" > "$stamp"
     fi
     # several ranks share the cores: one thread each, unless the user knows better
