@@ -125,8 +125,6 @@ USED: dict[str, tuple[Flag, ...]] = {
         _used("--pad-vocab-size-to", count, help="exact size of the padded vocabulary"),
         _used("--layernorm-epsilon", positive, 1e-5, "epsilon of the LayerNorms of the blocks and the last one"),
         _switch("--embed-layernorm", "LayerNorm after the word embedding"),
-        _switch("--sync-tp-duplicated-parameters",
-                "average the TP copies of LayerNorms and row biases in each forward"),
         _switch("--apply-residual-connection-post-layernorm", "the residual is the output of the LayerNorm"),
         _switch("--openai-gelu", "tanh GELU also with --no-bias-gelu-fusion"),
         _used("--onnx-safe", word, help="erf GELU for export; with --no-bias-gelu-fusion"),
@@ -154,7 +152,6 @@ USED: dict[str, tuple[Flag, ...]] = {
               help="START INCREMENT SAMPLES: batch size grows over so many samples"),
         _used("--train-iters", count, help="updates to make; this or --train-samples"),
         _used("--train-samples", count, help="samples to train on; this or --train-iters"),
-        _used("--train-tokens", count, help="tokens to train on, besides one of the two above"),
         _used("--seed", count, 1234, "random seed, above 0"),
         _used("--init-method-std", positive, 0.02, "standard deviation of initial weights"),
         _switch("--checkpoint-activations", "recompute activations in the backward pass"),
@@ -223,7 +220,6 @@ USED: dict[str, tuple[Flag, ...]] = {
         _used("--log-level", str, help="verbosity of rank 0", choices=_LEVELS),
         _used("--log-level-replica", str, help="verbosity of other ranks", choices=_LEVELS),
         _switch("--log-params-norm", "norm of the parameters in the log line"),
-        _switch("--log-num-zeros-in-grad", "number of zero gradients in the log line"),
         _used("--tensorboard-dir", str, help="folder for event files"),
         _used("--tensorboard-log-interval", count, 1, "iterations between scalars"),
         _used("--tensorboard-queue-size", count, 1000, "events held before writing"),
@@ -266,6 +262,9 @@ USED: dict[str, tuple[Flag, ...]] = {
 }
 
 NO_EFFECT: tuple[Flag, ...] = (
+    _idle("--sync-tp-duplicated-parameters", "the TP copies of LayerNorms and row biases stay bit-equal without it"),
+    _idle("--train-tokens", "never ended a run; --train-iters or --train-samples does", count),
+    _idle("--log-num-zeros-in-grad", "DeepSpeed does not count them: the field is always 0.0"),
     _idle("--deepspeed", "always on"),
     _idle("--deepspeed-activation-checkpointing", "--checkpoint-activations alone decides"),
     _idle("--contigious-checkpointing", "activations are kept as torch allocates them"),

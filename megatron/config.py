@@ -11,8 +11,9 @@ row of ``seq_length`` tokens).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Mapping
+from typing import Any
 
 #: the spelling used for dtypes in settings and log lines
 DTYPES = ("fp32", "bf16", "fp16")
@@ -96,7 +97,6 @@ class ParallelConfig:
     """nccl or gloo; nccl falls back to gloo where no accelerator is visible"""
     scatter_gather_tensors_in_pipeline: bool = True
     """split activations over TP before they cross a stage boundary"""
-    sync_tp_duplicated_parameters: bool = False
 
     @property
     def data_parallel_size(self) -> int:
@@ -150,7 +150,6 @@ class TrainConfig:
     train_iters: int | None = None
     train_samples: int | None = None
     """exactly one of train_iters and train_samples is set"""
-    train_tokens: int | None = None
     seed: int = 1234
     eval_iters: int = 100
     eval_interval: int = 1000
@@ -230,7 +229,6 @@ class LoggingConfig:
 
     log_interval: int = 100
     log_params_norm: bool = False
-    log_num_zeros_in_grad: bool = False
     tensorboard_dir: str | None = None
     tensorboard_log_interval: int = 1
     tensorboard_queue_size: int = 1000

@@ -6,7 +6,6 @@ engine. Nothing after the freeze changes ``requires_grad``.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 
 import torch
@@ -68,12 +67,12 @@ def build_engine(model: GPTPipeline, settings: Settings, context: ParallelContex
 
     from megatron.checkpoint.files import checkpoint_engine
 
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     device = next(model.parameters()).device if any(True for _ in model.parameters()) else "cpu"
     bitfit.add_anchor(model, context, TORCH_DTYPES[settings.model.params_dtype], device)
     params = [param for param in model.parameters() if param.requires_grad]
     optimizer = build_optimizer(model, settings.optimizer)
-    schedule = build_schedule(settings.optimizer, settings.train, optimizer, train_iters)
+    schedule = build_schedule(settings.optimizer, settings.train, optimizer, train_iters,
+                              seq_length=settings.model.seq_length)
     config = derive_deepspeed_config(settings, global_batch_size=global_batch_size,
                                      trainable_per_rank=sum(param.numel() for param in params))
     with quiet():

@@ -7,6 +7,7 @@ by passing a ``Task``.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from megatron import bitfit, log_lines
 from megatron.arguments import accepted_without_effect, format_argument_dump
 from megatron.checkpoint import state
+from megatron.checkpoint.files import write_text
 from megatron.config import Settings
 from megatron.data.broadcast import BroadcastRows
 from megatron.data.loaders import build_loader
@@ -74,6 +76,7 @@ class Run:
 
 def pretrain(settings: Settings, task: Task) -> None:
     """Run one job from parsed settings to its last log line, on every rank."""
+    _set_log_level(settings)
     context = initialize_distributed(settings.parallel)
     run = _prepare(settings, context)
     tokenizer = _with_vocabulary(run)
@@ -94,6 +97,8 @@ def pretrain(settings: Settings, task: Task) -> None:
     run.engine.set_batch_fn(to_batch)
     valid = {name: _rows(run, dataset, valid=True, groups=len(datasets.valid))
              for name, dataset in datasets.valid.items()}
+    if settings.train.eval_iters and not valid:
+        run.say("no validation data: nothing is evaluated")
     run.say(log_lines.datetime_line("before the start of training step"))
     if settings.train.eval_only:
         for name, rows in valid.items():
@@ -109,6 +114,22 @@ def pretrain(settings: Settings, task: Task) -> None:
 # --- set-up -----------------------------------------------------------------------------------
 
 
+def _set_log_level(settings: Settings) -> None:
+    """What DeepSpeed and other libraries may say: warnings, unless the flags ask for more or less."""
+    config = settings.logging
+    level = config.log_level if settings.parallel.rank == 0 else config.log_level_replica
+    level = (level or "warning").upper()
+    for name in (None, "DeepSpeed", "transformers"):
+        logging.getLogger(name).setLevel(level)
+
+
+def _write_arguments(settings: Settings, text: str) -> None:
+    """A copy of the argument dump in --log-path, named after the time of the start."""
+    folder = Path(settings.logging.log_path)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / f"args_{time.strftime('%Y-%m-%dT%H:%M:%S')}.txt", text + "\n")
+
+
 def _prepare(settings: Settings, context: ParallelContext) -> Run:
     parallel = settings.parallel
     streams = seed_everything(settings.train.seed, context)
@@ -119,6 +140,8 @@ def _prepare(settings: Settings, context: ParallelContext) -> Run:
                                       data_parallel_size=context.dp_size, seq_length=settings.model.seq_length))
     run.say(log_lines.world_size_line(parallel))
     run.say(format_argument_dump(settings))
+    if settings.logging.log_path and context.rank == 0:
+        _write_arguments(settings, format_argument_dump(settings))
     if ignored := accepted_without_effect(settings):
         run.say(f"accepted, no effect here: {', '.join(ignored)}")
     if settings.optimizer.zero_stage != 1:
@@ -206,18 +229,30 @@ def train(run: Run, rows: Iterator | None, valid: dict[str, Iterator | None]) ->
             _discard(run, rows, size)
             continue
         run.engine.set_train_batch_size(size)
+        step_start = time.monotonic()
         skipped_before = run.engine.skipped_steps
         loss = float(run.engine.train_batch(rows))
         skipped = run.engine.skipped_steps - skipped_before
         window.add(loss, skipped=bool(skipped))
         progress.skipped_iterations += skipped
         _count(run, size)
-        norm = run.engine.get_global_grad_norm()
-        if progress.iteration % settings.logging.log_interval == 0:
-            now = time.monotonic()
-            seconds = (now - line_start) / (progress.iteration - lines_since)
-            _log(run, window, size, seconds, None if norm is None else float(norm))
-            window, line_start, lines_since = LossWindow(), now, progress.iteration
+        now = time.monotonic()
+        line_due = progress.iteration % settings.logging.log_interval == 0
+        curves_due = (settings.logging.tensorboard_dir is not None
+                      and progress.iteration % settings.logging.tensorboard_log_interval == 0)
+        if line_due or curves_due:
+            weights = None
+            if settings.logging.log_params_norm:
+                weights = params_norm(run.engine.module, run.context)  # collective
+            if curves_due:
+                step = LossWindow()
+                step.add(loss, skipped=bool(skipped))
+                run.writer.log_training(_facts(run, step, size, now - step_start, weights),
+                                        gigaflos=progress.gigaflos_no_embeds)
+            if line_due:
+                seconds = (now - line_start) / (progress.iteration - lines_since)
+                run.say_last(log_lines.training_line(_facts(run, window, size, seconds, weights)))
+                window, line_start, lines_since = LossWindow(), now, progress.iteration
         paused = time.monotonic()
         if valid and progress.iteration % settings.train.eval_interval == 0:
             for name, group_rows in valid.items():
@@ -277,25 +312,20 @@ def _stop_reason(run: Run) -> str | None:
     return f"--kill-switch-path {config.kill_switch_path}" if votes[1] else None
 
 
-def _log(run: Run, window: LossWindow, size: int, seconds: float, norm: float | None) -> None:
-    settings, progress, context = run.settings, run.progress, run.context
-    weights = None
-    if settings.logging.log_params_norm:
-        weights = params_norm(run.engine.module, context)  # collective
-    if not context.is_last_rank:
-        return
+def _facts(run: Run, window: LossWindow, size: int, seconds: float,
+           weights_norm: float | None) -> log_lines.TrainingFacts:
+    """Figures of the iterations in ``window``, each of which took ``seconds``."""
+    settings, progress, norm = run.settings, run.progress, run.engine.get_global_grad_norm()
     scale = run.engine.optimizer.cur_scale if settings.model.params_dtype == "fp16" else None
-    facts = log_lines.TrainingFacts(
+    return log_lines.TrainingFacts(
         iteration=progress.iteration, train_iters=run.train_iters,
         consumed_samples=progress.consumed_train_samples,
         consumed_tokens=progress.consumed_train_tokens, seconds_per_iteration=seconds,
         learning_rate=run.schedule.get_lr(), global_batch_size=size, loss=window.mean,
-        loss_scale=scale, grad_norm=norm, num_zeros=0.0, params_norm=weights,
-        skipped_iterations=window.skipped, nan_iterations=window.nan,
+        loss_scale=scale, grad_norm=None if norm is None else float(norm), num_zeros=0.0,
+        params_norm=weights_norm, skipped_iterations=window.skipped, nan_iterations=window.nan,
         samples_per_second=size / seconds,
-        tflops=tflops_reported(settings.model, size, seconds, context.world_size))
-    run.say_last(log_lines.training_line(facts))
-    run.writer.log_training(facts, gigaflos=progress.gigaflos_no_embeds)
+        tflops=tflops_reported(settings.model, size, seconds, run.context.world_size))
 
 
 # --- evaluation -------------------------------------------------------------------------------

@@ -12,8 +12,17 @@ from pathlib import Path
 
 import torch
 
-from megatron.config import (CheckpointConfig, DataConfig, LoggingConfig, ModelConfig, OptimizerConfig,
-                             ParallelConfig, Settings, TokenizerConfig, TrainConfig)
+from megatron.config import (
+    CheckpointConfig,
+    DataConfig,
+    LoggingConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    Settings,
+    TokenizerConfig,
+    TrainConfig,
+)
 
 VOCAB, SEQ = 93, 16
 

@@ -114,10 +114,11 @@ def test_the_pretraining_launch_lines_parse(tmp_path, size, ranks, tp, pp, mbs, 
     assert s.parallel.data_parallel_size == ranks // (tp * pp)
     assert s.train.rampup_batch_size == (192, step, 9_765_625) and s.train.train_samples == 220_000_000
     assert s.optimizer.lr_warmup_samples == 183_105 and s.model.params_dtype == dtype
-    assert s.optimizer.zero_stage == stage and s.parallel.sync_tp_duplicated_parameters
+    assert s.optimizer.zero_stage == stage
     assert s.optimizer.initial_loss_scale == (4096 if dtype == "fp16" else 2.0**32)
     assert s.optimizer.loss_scale_window == (500 if dtype == "fp16" else 1000)
-    assert accepted_without_effect(s) == ["--deepspeed", "--deepspeed-activation-checkpointing",
+    assert accepted_without_effect(s) == ["--sync-tp-duplicated-parameters", "--deepspeed",
+                                          "--deepspeed-activation-checkpointing",
                                           "--abort-on-unmet-fused-kernel-constraints"]
 
 

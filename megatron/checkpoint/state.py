@@ -211,6 +211,8 @@ def resume(engine, plan: LoadPlan, stored: dict, streams) -> Progress:
     """
     if plan.resume:
         engine.load_checkpoint(plan.folder, tag=plan.tag)
+        # the optimizer's groups are loaded after the schedule, with the rate they were saved with
+        engine.lr_scheduler.apply()
         for _, param in engine.module.named_parameters():
             if is_anchor(param):
                 param.data.zero_()
