@@ -65,6 +65,20 @@ def second_half(case: Case, folder: str, steps: int) -> dict:
     return outcome(engine, schedule, losses, progress)
 
 
+def rates_after_resume(case: Case, folder: str) -> tuple[float, float] | str:
+    """Rates of the schedule and of the optimizer right after a resume, or the refusal."""
+    fresh = dataclasses.replace(case, save=folder, load=folder)
+    settings, context, streams, engine, schedule = build_run(fresh, None)
+    plan = state.shared_plan(settings.checkpoint, context)
+    stored = state.check_resumable(plan, settings, context, engine.module)
+    try:
+        state.resume(engine, plan, stored, streams)
+    except ValueError as error:
+        return str(error)
+    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    return schedule.get_lr(), inner.param_groups[0]["lr"]
+
+
 def refusal(case: Case, folder: str) -> str | None:
     """The sentence with which ``case`` refuses the checkpoint in ``folder``, if it does."""
     from megatron.errors import RunError

@@ -58,6 +58,7 @@ class Case:
     seed: int = 7
     initial_scale_power: int = 10
     decay: str = "constant"
+    override: bool = False
 
     @property
     def world(self) -> int:
@@ -77,7 +78,7 @@ def settings_of(case: Case, rank: int = 0) -> Settings:
                         hidden_dropout=case.dropout, init_method_std=0.2, params_dtype=case.dtype,
                         checkpoint_activations=case.recompute, use_cpu_initialization=True,
                         reset_attention_mask=case.reset_mask)
-    optimizer = OptimizerConfig(optimizer=case.optimizer, lr=case.lr, lr_decay_style=case.decay,
+    optimizer = OptimizerConfig(optimizer=case.optimizer, lr=case.lr, lr_decay_style=case.decay, override_lr_scheduler=case.override,
                                 clip_grad=case.clip, bitfit=case.bitfit, weight_decay=case.weight_decay,
                                 zero_stage=case.zero_stage,
                                 initial_loss_scale=2.0**case.initial_scale_power)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from resume_jobs import first_half, plan_of, refusal, second_half, straight
+from resume_jobs import first_half, plan_of, rates_after_resume, refusal, second_half, straight
 from small_runs import Case, write_base
 
 from megatron.checkpoint import files
@@ -88,6 +88,19 @@ def test_optimizer_state_of_another_trainable_set_is_refused(base, tmp_path, wor
         assert "full training" in said and "--no-load-optim" in said and "--bitfit" in said
     for said in group.run(refusal, dataclasses.replace(full, tp=1, pp=2, dp=2), str(tmp_path / "run")):
         assert "(2, 2, 1)" in said and "(1, 2, 2)" in said
+
+
+def test_a_new_learning_rate_wins_only_when_asked(base, tmp_path, worker_group):
+    """NVIDIA/Megatron-LM#963: limits kept in the stored optimizer groups won over the new ones."""
+    case = Case(bitfit=True, **GRID)
+    group = worker_group(4)
+    group.run(first_half, case, base, 2, str(tmp_path / "run"))
+    lower = dataclasses.replace(case, lr=1e-4)
+    for said in group.run(rates_after_resume, lower, str(tmp_path / "run")):
+        assert "--override-lr-scheduler" in said
+    for schedule, optimizer in group.run(rates_after_resume, dataclasses.replace(lower, override=True),
+                                         str(tmp_path / "run")):
+        assert schedule == optimizer == pytest.approx(1e-4 * (1 - 2 * 8 / 800))
 
 
 def checkpoint_in(folder: Path, tag: str = "global_step5") -> str:
