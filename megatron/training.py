@@ -23,9 +23,10 @@ from megatron.checkpoint import state
 from megatron.checkpoint.files import write_text
 from megatron.config import Settings
 from megatron.data.broadcast import BroadcastRows
+from megatron.data.gpt_dataset import Datasets
 from megatron.data.loaders import build_loader
 from megatron.engine import build_engine, build_model, optimizer_facts
-from megatron.errors import RunError
+from megatron.errors import RunError, SharedRunError
 from megatron.flops import gigaflos, tflops_reported
 from megatron.initialize import agree, initialize_distributed, shutdown
 from megatron.metrics import LossWindow, params_norm, peak_memory_bytes
@@ -41,7 +42,7 @@ from megatron.tokenizer.padding import padded_vocab_size
 class Task:
     """What an entry script plugs into the loop."""
 
-    datasets: Callable[[Settings, tuple[int, int, int]], Any]
+    datasets: Callable[[Settings, tuple[int, int, int]], Datasets]
     """(settings, samples wanted for train, valid, test) -> megatron.data.gpt_dataset.Datasets"""
     batch: Callable[[Settings, Any], Callable[[torch.Tensor], tuple]]
     """(settings, tokenizer) -> function from rows [b, s + 1] to (stage inputs, labels)"""
@@ -181,19 +182,26 @@ def samples_wanted(run: Run) -> tuple[int, int, int]:
     return train, evaluations * config.eval_iters * size, config.eval_iters * size
 
 
-def _datasets(run: Run, task: Task):
-    """Open the datasets where data are read; elsewhere only their names are learnt."""
-    datasets, problem = None, None
-    try:
-        # every rank opens them: the groups' names and emptiness must be known everywhere, and the
-        # index arrays are memory-mapped, so this costs a rank that never reads no memory
-        datasets = task.datasets(run.settings, samples_wanted(run))
-        if datasets.train is None and not run.settings.train.eval_only:
-            problem = "no training data: the first share of --split is zero"
-    except (OSError, ValueError, RunError) as error:
-        problem = str(error)
+def _datasets(run: Run, task: Task) -> Datasets:
+    """Collective: open the datasets where data are read; the other ranks learn their names.
+
+    Raises SharedRunError on every rank when one of the readers fails.
+    """
+    datasets, problem = Datasets(train=None), None
+    if run.context.reads_data:
+        try:
+            datasets = task.datasets(run.settings, samples_wanted(run))
+        except (OSError, ValueError, RunError) as error:
+            problem = str(error)
     agree(run.context, problem)
-    return datasets
+    box = [(datasets.train is not None, list(datasets.valid), list(datasets.test))]
+    if run.context.world_size > 1:
+        dist.broadcast_object_list(box, src=0)  # rank 0 always reads
+    has_train, valid, test = box[0]
+    if not has_train and not run.settings.train.eval_only:
+        raise SharedRunError("no training data: the share of --split for training holds no document")
+    return Datasets(train=datasets.train, valid={name: datasets.valid.get(name) for name in valid},
+                    test={name: datasets.test.get(name) for name in test})
 
 
 def _rows(run: Run, dataset, *, valid: bool = False, groups: int = 1, test: bool = False) -> Iterator | None:
