@@ -7,10 +7,16 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 for variable in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"):
     os.environ[variable] = "1"
-sys.path.insert(0, str(Path(__file__).parent))
+for folder in (Path(__file__).parent, Path(__file__).parent.parent):
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
 
 import pytest  # noqa: E402
+import torch  # noqa: E402
 from worker_group import WorkerGroup  # noqa: E402
+
+if not torch.accelerator.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise every process says that it found none
 
 
 @pytest.fixture(scope="session")

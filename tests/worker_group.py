@@ -1,7 +1,8 @@
 """Started ranks that tests share: starting four of them costs more than most tests.
 
 A group is N processes that joined one torch.distributed world and then wait for
-jobs: module-level functions with picklable arguments, run on all ranks at once.
+jobs: module-level functions with picklable arguments, run on all ranks at once. A job
+seeds what it draws itself, since the ranks have run other jobs before.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import faulthandler
 import importlib
 import os
 import pickle
+import signal
 import socket
 import sys
 import tempfile
@@ -19,9 +21,12 @@ from collections.abc import Callable
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import NoReturn
 
 TESTS = Path(__file__).parent
 START_TIMEOUT = 180.0
+#: seconds in which other ranks may add their own failure to the first one
+GRACE = 1.0
 
 
 def free_port() -> int:
@@ -31,18 +36,25 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def device_environment(ranks: int) -> dict[str, str]:
+    """What a job of ``ranks`` processes on this machine needs: each an accelerator of its own, or none."""
+    import torch
+
+    return {} if torch.accelerator.device_count() >= ranks else {"DS_ACCELERATOR": "cpu"}
+
+
 class JobFailed(AssertionError):
     """A rank raised, died or did not answer in time; the message holds its traceback and output."""
 
 
-def _serve(rank: int, size: int, port: int, pipe: Connection, log: str) -> None:
+def _serve(rank: int, pipe: Connection, log: str, environment: dict[str, str]) -> None:
     """Body of one rank: join the world, then run jobs until told to stop."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    faulthandler.enable(os.fdopen(os.dup(2), "w"))
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank),
-                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=False)
+    os.environ.update(environment)
     for folder in (str(TESTS.parent), str(TESTS)):
         if folder not in sys.path:
             sys.path.insert(0, folder)
@@ -52,15 +64,17 @@ def _serve(rank: int, size: int, port: int, pipe: Connection, log: str) -> None:
     from megatron.initialize import initialize_distributed, shutdown
 
     torch.set_num_threads(1)
-    initialize_distributed(ParallelConfig(world_size=size, rank=rank, local_rank=rank), timeout_minutes=5)
-    pipe.send_bytes(pickle.dumps(("ready", None)))
-    while (job := pipe.recv()) is not None:
-        module, name, args = job
+    world = ParallelConfig(world_size=int(environment["WORLD_SIZE"]), rank=rank, local_rank=rank)
+    initialize_distributed(world, timeout_minutes=5)
+    pipe.send_bytes(pickle.dumps(("done", None)))
+    while (message := pipe.recv_bytes()) != b"":
         try:
+            module, name, args = pickle.loads(message)
             # plain pickle: the pipe's own way with tensors shares memory with this process
             answer = pickle.dumps(("done", getattr(importlib.import_module(module), name)(*args)))
         except BaseException as error:
-            answer = pickle.dumps(("failed", (f"{type(error).__name__}: {error}", traceback.format_exc())))
+            answer = pickle.dumps(("failed", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+        sys.stdout.flush()
         pipe.send_bytes(answer)
     shutdown()
 
@@ -71,73 +85,105 @@ class WorkerGroup:
     def __init__(self, size: int) -> None:
         self.size = size
         self._folder = tempfile.TemporaryDirectory(prefix="worker-group-")
+        self._logs = [Path(self._folder.name, f"rank{rank}.log") for rank in range(size)]
         self._processes: list = []
         self._pipes: list[Connection] = []
 
     def run(self, function: Callable, *args, timeout: float = 180.0) -> list:
         """What ``function(*args)`` returns on each rank, in rank order.
 
-        Raises JobFailed with the first failing rank's traceback; the group is then
-        stopped, for its other ranks may wait in a collective, and the next job starts
-        a fresh one.
+        Raises JobFailed with the traceback and output of the failing ranks when one raises,
+        dies or takes more than ``timeout`` seconds. The group is then stopped, for its other
+        ranks may wait in a collective, and the next job starts a fresh one. Raises ValueError
+        for a function that cannot be found by its name.
         """
+        if "<" in function.__qualname__ or "." in function.__qualname__:
+            raise ValueError(f"{function.__qualname__} is not a function at the top of a module")
+        if not all(process.is_alive() for process in self._processes):
+            self.close(at_once=True)
         if not self._processes:
             self._start()
+        for log in self._logs:
+            os.truncate(log, 0)
+        message = pickle.dumps((function.__module__, function.__qualname__, args))
         for pipe in self._pipes:
-            pipe.send((function.__module__, function.__qualname__, args))
-        return self._gather("done", timeout)
+            pipe.send_bytes(message)
+        return self._gather(timeout)
 
     def _start(self) -> None:
         context = get_context("spawn")
-        port = free_port()
-        for rank in range(self.size):
+        world = {"WORLD_SIZE": str(self.size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+                 **device_environment(self.size)}
+        for rank, log in enumerate(self._logs):
             ours, theirs = context.Pipe()
-            log = f"{self._folder.name}/rank{rank}.log"
-            process = context.Process(target=_serve, args=(rank, self.size, port, theirs, log), daemon=True)
+            environment = {**world, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            process = context.Process(target=_serve, args=(rank, theirs, str(log), environment), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
-        self._gather("ready", START_TIMEOUT)
+        self._gather(START_TIMEOUT)
 
-    def _gather(self, wanted: str, timeout: float) -> list:
+    def _gather(self, timeout: float) -> list:
         answers: dict[int, object] = {}
+        failures: dict[int, str] = {}
         deadline = time.monotonic() + timeout
-        while len(answers) < self.size:
-            open_pipes = [pipe for rank, pipe in enumerate(self._pipes) if rank not in answers]
-            ready = wait(open_pipes, timeout=max(0.0, deadline - time.monotonic()))
+        while len(answers) + len(failures) < self.size:
+            waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)
+                       if rank not in answers and rank not in failures}
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                missing = [rank for rank in range(self.size) if rank not in answers]
-                self._fail(missing[0], f"no answer from ranks {missing} within {timeout:.0f} s")
+                break
             for pipe in ready:
-                rank = self._pipes.index(pipe)
+                rank = waiting[pipe]
                 try:
                     kind, value = pickle.loads(pipe.recv_bytes())
-                except EOFError:
-                    self._fail(rank, "the process died")
-                if kind != wanted:
-                    self._fail(rank, "\n".join(value))
-                answers[rank] = value
+                except (EOFError, ConnectionError):
+                    kind, value = "failed", "the process died"
+                if kind == "done":
+                    answers[rank] = value
+                    continue
+                if not failures:
+                    deadline = min(deadline, time.monotonic() + GRACE)
+                failures[rank] = value
+        if not failures and len(answers) < self.size:
+            self._show_stacks()
+            failures = {rank: f"no answer within {timeout:.0f} s" for rank in range(self.size)
+                        if rank not in answers}
+        if failures:
+            self._fail(failures)
         return [answers[rank] for rank in range(self.size)]
 
-    def _fail(self, rank: int, what: str) -> None:
-        log = Path(self._folder.name, f"rank{rank}.log")
-        output = log.read_text(errors="replace")[-3000:] if log.exists() else ""
+    def _show_stacks(self) -> None:
+        """Have each rank write into its log where it is."""
+        for process in self._processes:
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(0.5)
+
+    def _fail(self, failures: dict[int, str]) -> NoReturn:
+        """Stop the group and tell what happened, the first failure first."""
         self.close(at_once=True)
-        raise JobFailed(f"rank {rank} of {self.size}: {what}\n--- its output ---\n{output}")
+        told = []
+        for rank, what in failures.items():
+            output = self._logs[rank].read_text(errors="replace")[-3000:]
+            told.append(f"rank {rank} of {self.size}: {what}\n--- output of rank {rank} ---\n{output}")
+        raise JobFailed("\n".join(told))
 
     def close(self, at_once: bool = False) -> None:
         """Stop the ranks; ``at_once`` when they cannot be expected to listen."""
-        if not at_once:
-            for pipe in self._pipes:
+        for pipe in self._pipes:
+            if not at_once:
                 try:
-                    pipe.send(None)
+                    pipe.send_bytes(b"")
                 except OSError:
-                    pass
+                    pass  # it died, and is joined below
         for process in self._processes:
             if not at_once:
                 process.join(timeout=20)
             if process.is_alive():
                 process.kill()
             process.join(timeout=20)
+        for pipe in self._pipes:
+            pipe.close()
         self._processes, self._pipes = [], []
