@@ -25,6 +25,11 @@ def write_text(path: Path, text: str) -> None:
     _replace(path, lambda part: part.write_text(text))
 
 
+def write_bytes(path: Path, data: bytes) -> None:
+    """Replace ``path`` by ``data`` in one step."""
+    _replace(path, lambda part: part.write_bytes(data))
+
+
 def _replace(path: Path, write) -> None:
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
