@@ -31,6 +31,7 @@ setup(
         "regex>=2024.5.10",
         "pybind11>=2.12,<4",
         "tokenizers>=0.20,<0.24",
+        "safetensors>=0.4.5,<1",
         "transformers>=4.46,<6",
         "tensorboard>=2.17,<3",
     ],

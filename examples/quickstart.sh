@@ -110,8 +110,11 @@ free_port() {
     python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'
 }
 
-# What a person wants to watch; the log has all of it.
-watch_for='(^|: *)( *iteration +[0-9]+/| validation|.*validation.* loss|trainable |starting from|resuming|error|Traceback)'
+# What a person wants to watch, shortened to a screen's width; the log has all of it.
+watch() {
+    sed -unE -e '/ iteration +[0-9]+\/ /{s/\| consumed samples.*(\| elapsed time[^|]*).*(\| lm loss[^|]*).*(\| grad norm:[^|]*).*/\1\2\3/p;d}' \
+        -e '/^(starting from|resuming|trainable )| loss at /p'
+}
 
 # launch NAME FLAGS...: one run, its whole output in NAME.log
 launch() {
@@ -121,8 +124,13 @@ launch() {
         --master_port "$(free_port)" --max_restarts 0 pretrain_gpt.py "$@")
     printf '%q ' "${command[@]}" > "$log"
     printf '\n' >> "$log"
-    if ! "${command[@]}" 2>&1 | tee -a "$log" | { grep --line-buffered -E "$watch_for" || true; }; then
-        tail -n 15 "$log" >&2
+    if ! "${command[@]}" 2>&1 | tee -a "$log" | watch; then
+        # the trainer's own words, before the launcher's summary; a killed process leaves only that
+        if grep -qE '(^|: )error' "$log"; then
+            sed -nE '/(^|: )error/,/failed \(exitcode/p' "$log" | sed '/failed (exitcode/d' | sed -n 1,30p >&2
+        else
+            tail -n 20 "$log" >&2
+        fi
         die "the run failed; its whole output is in $log"
     fi
 }
