@@ -56,3 +56,14 @@ def training_lines(log: str) -> list[dict]:
 def facts(log: str) -> dict:
     """The run facts at the end of a log."""
     return parse_run_facts(log.splitlines())
+
+
+def run_alone(flags: list[str], *, timeout: float = 240, expect: int = 0, script: str = "pretrain_gpt.py") -> str:
+    """One process without a launcher; returns stdout and stderr together."""
+    environ = {name: value for name, value in os.environ.items()
+               if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
+    done = subprocess.run([sys.executable, str(ROOT / script), *flags], cwd=ROOT, text=True, timeout=timeout,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                          env={**environ, "OMP_NUM_THREADS": "1"})
+    assert min(done.returncode, 1) == expect, f"exit code {done.returncode}\n{done.stdout[-6000:]}"
+    return done.stdout

@@ -269,6 +269,18 @@ def grid_run(case: Case, base: str) -> dict:
             "frozen": len(frozen)}
 
 
+def overflow_run(case: Case, base: str) -> dict:
+    """Job: a few fp16 steps from a loss scale that overflows at first."""
+    _, context, _, engine, schedule = build_run(case, base)
+    before = {name: param.detach().clone() for name, param in engine.module.named_parameters()}
+    seen = []
+    for step in range(case.steps):
+        train_steps(engine, case, context, step, 1)
+        moved = any(not torch.equal(param, before[name]) for name, param in engine.module.named_parameters())
+        seen.append((engine.skipped_steps, engine.optimizer.cur_scale, schedule.num_steps, moved))
+    return {"seen": seen}
+
+
 def merge(results: list[dict], dp_rank: int = 0) -> dict[str, torch.Tensor]:
     """Full tensors from the shares of one replica; a replicated tensor must agree over TP."""
     from megatron.mpu.tags import unshard

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from small_runs import Case, grid_run, merge, pipeline_name, reference_run, write_base
+from small_runs import Case, grid_run, merge, overflow_run, pipeline_name, reference_run, write_base
 
 GRIDS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2), (2, 1, 2)]
 
@@ -114,6 +114,19 @@ def test_segment_ids_travel_between_stages(base, truth, worker_group):
     check(case, results, truth(case), 1e-5)
     without = truth(dataclasses.replace(case, reset_mask=False))
     assert abs(without["losses"][0] - results[0]["losses"][0]) > 1e-4
+
+
+def test_an_overflow_skips_the_step_on_all_ranks_together(base, worker_group):
+    case = Case(tp=2, pp=2, bitfit=True, dtype="fp16", steps=8, lr=1e-3, initial_scale_power=22)
+    results = worker_group(4).run(overflow_run, case, base(case))
+    seen = results[0]["seen"]
+    assert all(result["seen"] == seen or [step[:3] for step in result["seen"]] == [step[:3] for step in seen]
+               for result in results)
+    skips = [step[0] for step in seen]
+    assert skips[0] == 1, "the first step overflows"
+    assert not seen[0][3] and seen[0][2] == 0, "neither weights nor schedule moved"
+    assert skips[-1] < len(seen) and seen[-1][3], "then the scale has come down and training goes on"
+    assert seen[-1][1] < 2.0**22 and seen[-1][2] == 8 * (len(seen) - skips[-1])
 
 
 def test_gradient_norm_of_bitfit_is_that_of_the_bias_part(base, truth):

@@ -1,0 +1,102 @@
+"""What the loop does around the steps: ramp, discarded data, evaluation, stops, curves."""
+
+import pytest
+from launching import run_alone, training_lines
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tiny_data import small_model_flags, write_documents
+
+
+def without(flags: list[str], *names: str) -> list[str]:
+    """``flags`` less the named ones and their values."""
+    flags = list(flags)
+    for name in names:
+        at = flags.index(name)
+        del flags[at:at + 2]
+    return flags
+
+
+@pytest.fixture
+def flags(tmp_path):
+    return [*small_model_flags(tmp_path), "--hidden-dropout", "0", "--attention-dropout", "0"]
+
+
+def test_a_batch_ramp_follows_its_formula_and_goes_on_after_a_stop(flags, tmp_path):
+    ramp = [*without(flags, "--lr-decay-style"), "--train-samples", "96", "--rampup-batch-size", "2", "2", "36",
+            "--lr-warmup-samples", "20", "--eval-iters", "0", "--save-interval", "100"]
+    whole = training_lines(run_alone([*ramp, "--save", str(tmp_path / "whole")]))
+    parts = [*ramp, "--load", str(tmp_path / "parts"), "--save", str(tmp_path / "parts")]
+    halves = training_lines(run_alone([*parts, "--exit-interval", "5", "--allow-fresh-start"]))
+    assert halves[-1]["iteration"] == 5 and halves[-1]["global_batch_size"] < 8
+    halves += training_lines(run_alone(parts))
+    consumed = 0
+    for line in whole:
+        size = 8 if consumed > 36 else 2 + int(consumed / (36 / 3)) * 2
+        assert line["global_batch_size"] == min(size, 8)
+        consumed += size
+        assert line["consumed_samples"] == consumed
+        rate = 1e-2 * (consumed / 20 if consumed <= 20 else 1 - (consumed - 20) / (96 - 20))
+        assert line["learning_rate"] == pytest.approx(rate, rel=1e-3)
+    timeless = [{name: value for name, value in line.items()
+                 if name not in ("seconds_per_iteration", "samples_per_second", "tflops")} for line in whole]
+    again = [{name: line[name] for name in expected} for expected, line in zip(timeless, halves)]
+    assert len(whole) == len(halves) and again == timeless
+
+
+def test_discarded_iterations_move_the_counters_and_nothing_else(flags):
+    flags = [*flags, "--train-iters", "5", "--eval-iters", "0"]
+    plain, skipping = (training_lines(run_alone([*flags, *more]))
+                       for more in ([], ["--skip-train-iteration-range", "2-3"]))
+    assert [line["iteration"] for line in skipping] == [1, 4, 5]
+    assert [line["consumed_samples"] for line in skipping] == [8, 32, 40]
+    assert skipping[0]["loss"] == plain[0]["loss"] and skipping[1]["loss"] != plain[3]["loss"]
+    assert skipping[1]["seconds_per_iteration"] > 0
+
+
+def test_every_validation_group_has_its_own_lines_and_curves(flags, tmp_path):
+    other = write_documents(tmp_path / "other", 40, seed=9)
+    train = flags[flags.index("--data-path") + 1]
+    said = run_alone([
+        *without(flags, "--data-path", "--split", "--eval-interval", "--eval-iters"), "--train-iters", "4",
+        "--train-weighted-split-paths", f"train: 1 0:0.9 {train}",
+        "--valid-weighted-split-paths", f"counting: 1 0.9:1 {train}", f"elsewhere: 0.5 0:1 {other}, 0.5 0.5:1 {train}",
+        "--eval-interval", "2", "--eval-iters", "2", "--tensorboard-dir", str(tmp_path / "curves"),
+        "--log-validation-ppl-to-tensorboard", "--log-params-norm", "--log-path", str(tmp_path / "arguments")])
+    for group in ("counting", "elsewhere"):
+        for prefix in ("iteration 2", "iteration 4", "the end of training for val data"):
+            assert said.count(f"{group} loss at {prefix} | lm loss value: ") == 1
+    curves = EventAccumulator(str(tmp_path / "curves")).Reload()
+    names = set(curves.Tags()["scalars"])
+    assert {"lm-loss-training/lm loss", "lm-loss-training/lm loss vs samples", "grad-norm/grad-norm",
+            "lm-loss-validation/counting/lm loss validation", "lm-loss-validation/elsewhere/lm loss validation ppl",
+            "learning-rate/learning-rate", "params-norm/params-norm"} <= names
+    lines = training_lines(said)
+    assert [event.step for event in curves.Scalars("lm-loss-training/lm loss vs samples")] == [8, 16, 24, 32]
+    assert [event.value for event in curves.Scalars("lm-loss-training/lm loss")] == pytest.approx(
+        [line["loss"] for line in lines], rel=1e-6)
+    assert all(line["params_norm"] > 0 for line in lines)
+    assert len(list((tmp_path / "arguments").glob("args_*.txt"))) == 1
+
+
+def test_evaluation_changes_nothing_in_training(flags):
+    flags = [*without(flags, "--eval-interval", "--hidden-dropout"), "--hidden-dropout", "0.1", "--train-iters", "6"]
+    often, never = (training_lines(run_alone([*flags, "--eval-interval", every])) for every in ("2", "50"))
+    for one, other in zip(often, never):
+        assert one["loss"] == other["loss"] and one["grad_norm"] == other["grad_norm"]
+
+
+def test_evaluation_alone_reads_the_checkpoint_and_trains_nothing(flags, tmp_path):
+    run = str(tmp_path / "run")
+    trained = run_alone([*flags, "--train-iters", "3", "--save", run, "--save-interval", "3"])
+    said = run_alone([*flags, "--train-iters", "3", "--load", run, "--eval-only", "true"])
+    assert training_lines(said) == []
+    line = next(line for line in trained.splitlines() if line.startswith("valid loss at the end"))
+    value = line.split("lm loss value: ")[1].split()[0]
+    assert f"lm loss value: {value}" in said
+
+
+def test_a_kill_switch_file_saves_and_ends_the_run(flags, tmp_path):
+    (tmp_path / "stop").touch()
+    said = run_alone([*flags, "--train-iters", "9", "--kill-switch-path", str(tmp_path / "stop"),
+                      "--save", str(tmp_path / "run"), "--save-interval", "9"])
+    assert [line["iteration"] for line in training_lines(said)] == [1]
+    assert "--kill-switch-path" in said and (tmp_path / "run" / "latest").read_text() == "global_step1"
