@@ -378,6 +378,9 @@ def _report_facts(run: Run, report: bitfit.ParameterReport) -> None:
         dist.all_gather_object(everyone, (peak_memory_bytes(), mine))
     facts = {
         "bitfit": int(run.settings.optimizer.bitfit),
+        "ranks": run.context.world_size,
+        # one sample, one second, one rank
+        "FLOP per sample (formula of the log line)": round(tflops_reported(run.settings.model, 1, 1.0, 1) * 1e12),
         "trainable parameters": report.trainable,
         "total parameters": report.total,
         "peak memory bytes (max over ranks)": max(peak for peak, _ in everyone),

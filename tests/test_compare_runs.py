@@ -26,6 +26,7 @@ def write_log(path, *, seconds, losses, norms, trainable, tee="", facts=True):
             samples_per_second=8 / time, tflops=1 / time)))
     if facts:
         for name, value in {"trainable parameters": trainable, "total parameters": 1_000_000, "bitfit": 1,
+                            "ranks": 4, "FLOP per sample (formula of the log line)": 2_000_000_000,
                             "peak memory bytes (max over ranks)": 3 * 2**20,
                             "optimizer state bytes (all ranks)": 12 * trainable,
                             "gradient bytes reduced per step (all ranks)": 4 * trainable}.items():
@@ -65,7 +66,7 @@ def test_figures_and_ratios(logs, markdown):
         "gradient norm, median": ["3.000", "1.000", "0.333"],
         "seconds per iteration, median": ["2", "1", "0.5"], "seconds per iteration, least": ["1", "1", "1"],
         "seconds per iteration, most": ["3", "1.5", "0.5"],
-        "TFLOPs per GPU as logged, median": ["0.50", "1.00", "2"],
+        "TFLOPs per rank (formula of the log line)": ["0.002", "0.004", "2"],  # 2e9 * 8 / seconds / 4 ranks
         "peak memory (max over ranks)": ["3.00 MiB", "3.00 MiB", "1"],
         "optimizer state (all ranks)": ["11.44 MiB", "29.30 KiB", "0.0025"],
         "gradients reduced per step (all ranks)": ["3.81 MiB", "9.77 KiB", "0.0025"]}
@@ -88,6 +89,7 @@ def test_logs_without_facts_or_losses_show_dashes_not_zeros(logs, tmp_path):
     result = run_tool(logs[0], bare)
     table = cells(result.stdout, "  ")
     assert result.returncode == 0 and "bare / a" in result.stdout
+    assert table["TFLOPs per rank (formula of the log line)"][1] == "1", "as logged, without better"
     for name in ("trainable parameters", "share of all parameters", "lm loss, last line", "gradient norm, median",
                  "optimizer state (all ranks)"):
         assert table[name][1:] == ["-", "-"], name
