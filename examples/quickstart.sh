@@ -10,9 +10,9 @@ Makes a corpus of 25 languages, trains a tokenizer, pretrains a small GPT in BLO
 then trains on from that checkpoint twice with one launch line, without and with --bitfit,
 and shows the two runs side by side.
 
-  --iters N   iterations of each of the three runs   (QUICKSTART_ITERS, 60)
-  --tp N      tensor-parallel degree                 (QUICKSTART_TP, 2)
-  --pp N      pipeline-parallel degree               (QUICKSTART_PP, 2)
+  --iters N   iterations of each of the three runs   (QUICKSTART_ITERS, 40)
+  --tp N      tensor-parallel degree                 (QUICKSTART_TP, 2; on a single GPU 1)
+  --pp N      pipeline-parallel degree               (QUICKSTART_PP, 2; on 1 to 3 GPUs 1)
   --dp N      data-parallel degree                   (QUICKSTART_DP, 1)
   --out DIR   where all files go                     (QUICKSTART_OUT, quickstart-out)
   --help      this text
@@ -28,7 +28,8 @@ die() {
 }
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-iters="${QUICKSTART_ITERS:-60}" tp="${QUICKSTART_TP:-2}" pp="${QUICKSTART_PP:-2}" dp="${QUICKSTART_DP:-1}"
+# tp and pp stay empty until the accelerators are counted, unless they are given
+iters="${QUICKSTART_ITERS:-40}" tp="${QUICKSTART_TP:-}" pp="${QUICKSTART_PP:-}" dp="${QUICKSTART_DP:-1}"
 out="${QUICKSTART_OUT:-$root/quickstart-out}"
 further=()
 while [ $# -gt 0 ]; do
@@ -42,12 +43,12 @@ while [ $# -gt 0 ]; do
         *) die "$1 is no option; see bash examples/quickstart.sh --help" ;;
     esac
 done
-for name in iters tp pp dp; do
+for name in iters dp ${tp:+tp} ${pp:+pp}; do
     [[ ${!name} =~ ^[1-9][0-9]*$ ]] || die "--$name ${!name} is not a whole number from 1"
 done
 [ "$iters" -ge 4 ] || die "--iters $iters is too few: the first 2 are not timed; give at least 4"
-[ "$pp" -le 4 ] || die "--pp $pp is more than the model's 4 layers"
-case "$tp" in 1 | 2 | 4 | 8) ;; *) die "--tp $tp is not 1, 2, 4 or 8: it must divide the model's 8 heads" ;; esac
+[ "${pp:-1}" -le 4 ] || die "--pp $pp is more than the model's 4 layers"
+case "${tp:-1}" in 1 | 2 | 4 | 8) ;; *) die "--tp $tp is not 1, 2, 4 or 8: it must divide the model's 8 heads" ;; esac
 mkdir -p "$out"
 out="$(cd "$out" && pwd)/$(date +%Y%m%d-%H%M%S)"
 mkdir "$out" || die "$out exists already; start again"
@@ -57,13 +58,18 @@ begin() {
     step=$((step + 1))
     printf '\n[%d/7] %s  (%d s so far)\n' "$step" "$1" "$SECONDS"
 }
-trap 'status=$?; [ "$status" -eq 0 ] || printf "error: step %d of 7 failed (exit status %d); its files and logs are in %s\n" \
-    "$step" "$status" "$out" >&2' EXIT
+at_exit() {
+    local status=$?
+    [ "$status" -eq 0 ] || printf 'error: step %d of 7 failed (exit status %d); its files and logs are in %s\n' \
+        "$step" "$status" "$out" >&2
+}
+trap at_exit EXIT
 
 begin "environment"
 # shellcheck disable=SC1091
 . "$root/tools/setup_env.sh"
 setup_env quickstart
+installed=$SECONDS
 cd "$root"
 export PYTHONUNBUFFERED=1
 
@@ -84,8 +90,13 @@ done
 
 # --- the three runs -----------------------------------------------------------------------------
 
-ranks=$((tp * pp * dp))
 devices="$(python -c 'import torch; print(torch.accelerator.device_count())')"
+if [ -z "$tp$pp" ] && [ "$devices" -ge "$dp" ] && [ "$devices" -lt $((4 * dp)) ]; then
+    # too few for TP=2 PP=2, but no reason to leave them idle
+    tp=$((devices >= 2 * dp ? 2 : 1)) pp=1
+fi
+tp="${tp:-2}" pp="${pp:-2}"
+ranks=$((tp * pp * dp))
 if [ "$devices" -ge "$ranks" ]; then
     place="$ranks accelerators"
 else
@@ -97,13 +108,13 @@ fi
 # fine-tuning some hundred times less.
 flags=(
     --tensor-model-parallel-size "$tp" --pipeline-model-parallel-size "$pp"
-    --num-layers 4 --hidden-size 128 --num-attention-heads 8 --seq-length 128 --max-position-embeddings 128
+    --num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 128 --max-position-embeddings 128
     --position-embedding-type alibi --embed-layernorm --init-method-std 0.02
-    --micro-batch-size 4 --global-batch-size $((16 * dp)) --train-iters "$iters"
+    --micro-batch-size 8 --global-batch-size $((32 * dp)) --train-iters "$iters"
     --hidden-dropout 0 --attention-dropout 0 --lr 5e-3 --lr-decay-style constant --clip-grad 1.0 --adam-beta2 0.95
     --train-weighted-split-paths "train: 1 0:1 $out/data/corpus_text_document"
     --valid-weighted-split-paths "valid: 1 0:1 $out/data/valid_text_document"
-    --eval-iters 4 --eval-interval "$iters" --log-interval 1 --num-workers 0 --valid-num-workers 0
+    --eval-iters 3 --eval-interval "$iters" --log-interval 1 --num-workers 0 --valid-num-workers 0
     --distributed-backend nccl "${tokenizer[@]}" ${further[@]+"${further[@]}"}
 )
 
@@ -154,4 +165,5 @@ for run in pretrain full bitfit; do
     printf '%-10s' "$run"
     grep -m 1 -oE 'valid loss at iteration.*PPL: [^ ]+' "$out/$run.log" || echo "no validation line in its log"
 done | tee -a "$out/comparison.txt"
-printf '\nDone in %d s. Logs, checkpoints and this table are in %s\n' "$SECONDS" "$out"
+printf '\nDone in %d s after %d s of set-up. Logs, checkpoints and this table are in %s\n' \
+    "$((SECONDS - installed))" "$installed" "$out"

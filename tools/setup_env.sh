@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by tests/run.sh, examples/*.sh and .ci/run: an environment with everything installed.
 #
 #   setup_env EXTRAS     e.g. setup_env test,dev; afterwards "python" is the one to use
@@ -83,8 +84,8 @@ setup_env() {
         fi
         echo "environment: installing megatron-bitfit[$extras] into $place (minutes, the first time)"
         # torch alone first: it is by far the largest part
-        python -m pip install "${constraints[@]}" torch || _error "torch could not be installed, see above"
-        python -m pip install "${constraints[@]}" -e "$root[$extras]" ||
+        python -m pip install ${constraints[@]+"${constraints[@]}"} torch || _error "torch could not be installed, see above"
+        python -m pip install ${constraints[@]+"${constraints[@]}"} -e "${root}[$extras]" ||
             _error "megatron-bitfit[$extras] could not be installed, see above"
         (cd "$root" && python -c '
 from megatron.data.index_arrays import HAVE_HELPERS
