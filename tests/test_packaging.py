@@ -102,6 +102,12 @@ def test_help_prints_on_a_bare_machine(script, bare):
     assert done.stdout.startswith("usage:") and not done.stderr.strip()
 
 
+def test_megatron_alone_loads_no_heavy_library(bare):
+    done = run(sys.executable, "-c", "import sys, megatron; print(*sys.modules)", **bare)
+    assert done.returncode == 0, done.stderr
+    assert not {"torch", "deepspeed", "transformers", "numpy"} & set(done.stdout.split())
+
+
 def test_every_module_imports_on_a_bare_machine(bare):
     code = ("import importlib, pkgutil, megatron\n"
             "names = [m.name for m in pkgutil.walk_packages(megatron.__path__, 'megatron.')]\n"
@@ -291,6 +297,29 @@ def test_quickstart_goes_from_text_to_the_table(tmp_path):
     assert len(lines[1]) == len(lines[0]) + 1 and "--bitfit" in lines[1] and "--bitfit" not in lines[0]
     assert "bitfit" in (folder / "comparison.txt").read_text()
     assert [line for line in done.stdout.splitlines() if re.match(r" iteration +4/", line)], "no progress was shown"
+
+
+@pytest.mark.parametrize("devices, options, said", [
+    (0, [], "CPU (accelerators visible: 0): TP=2 PP=2 DP=1"), (1, [], "1 accelerators: TP=1 PP=1 DP=1"),
+    (2, [], "2 accelerators: TP=2 PP=1 DP=1"), (3, [], "2 accelerators: TP=2 PP=1 DP=1"),
+    (2, ["--dp", "2"], "2 accelerators: TP=1 PP=1 DP=2"), (4, [], "4 accelerators: TP=2 PP=2 DP=1"),
+    (2, ["--pp", "2"], "CPU (accelerators visible: 2): TP=2 PP=2 DP=1"),
+    (2, ["--tp", "1", "--pp", "2"], "2 accelerators: TP=1 PP=2 DP=1")])
+def test_quickstart_uses_the_accelerators_it_finds(devices, options, said, tmp_path):
+    python = active_environment(tmp_path / "env") / "bin" / "python"
+    # counts as told, skips the data and stops at the first launch
+    python.write_text(python.read_text().replace("exec ", f"""case "$*" in
+    *device_count*) echo {devices}; exit ;;
+    *torch.distributed.run*) echo "DS_ACCELERATOR=${{DS_ACCELERATOR:-}}"; exit 3 ;;
+    examples/*.py* | tools/*.py*) exit ;;
+esac
+exec """))
+    done = run("bash", ROOT / "examples" / "quickstart.sh", *options, "--out", tmp_path / "out", cwd=tmp_path,
+               VIRTUAL_ENV=tmp_path / "env", DS_ACCELERATOR="")
+    assert done.returncode == 1 and f"pretraining on {said}, " in done.stdout, done.stdout + done.stderr
+    folder, = (tmp_path / "out").iterdir()
+    accelerator = "cpu" if said.startswith("CPU") else ""
+    assert (folder / "pretrain.log").read_text().splitlines()[-1] == f"DS_ACCELERATOR={accelerator}"
 
 
 def test_quickstart_ends_non_zero_and_names_the_log_of_a_failed_run(tmp_path):
