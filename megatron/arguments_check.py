@@ -224,6 +224,9 @@ def _check_grid(values: Values, derived: Values) -> dict[str, Any]:
                      if re.search(method[5:], name, re.IGNORECASE))
     _require(shared_out >= pp, f"--num-layers {layers} with --pp-partition-method {method} gives {shared_out} layers to "
                                f"share out, less than --pipeline-model-parallel-size {pp}")
+    last = values["seed"] + 100 * (values["pipeline_model_parallel_size"] - 1)
+    _require(last < 2**32, f"--seed {values['seed']} is too large: every pipeline stage adds 100, and seeds end "
+                           f"below 2**32; {2**32 - 1 - (last - values['seed'])} is the largest here")
     return {"data_parallel_size": world // (tp * pp)}
 
 

@@ -54,7 +54,7 @@ class OptimizerFacts:
     gradient_bytes_per_step: int
     """bytes of gradients this rank hands to its one data-parallel all-reduce per step"""
     state_bytes: int
-    """Adam moments (or momentum) and fp32 master copies held here once training has begun"""
+    """moments (or momentum) and the fp32 copy of its shard, held here once training has begun"""
 
 
 def build_engine(model: GPTPipeline, settings: Settings, context: ParallelContext, train_iters: int,
@@ -89,7 +89,7 @@ def optimizer_facts(engine, settings: Settings) -> OptimizerFacts:
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     tensors = [value for state in inner.state.values() for value in state.values()
                if torch.is_tensor(value) and value.numel() > 1]
-    if settings.model.params_dtype != "fp32":
-        tensors += [param for group in inner.param_groups for param in group["params"]]
+    # the shard it updates: the fp32 masters of 16-bit weights, and a copy of fp32 ones too
+    tensors += [param for group in inner.param_groups for param in group["params"]]
     return OptimizerFacts(gradient_bytes_per_step=trained * width,
                           state_bytes=sum(t.numel() * t.element_size() for t in tensors))

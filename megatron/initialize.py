@@ -85,6 +85,17 @@ def initialize_distributed(parallel: ParallelConfig, timeout_minutes: float = 30
                          parallel.world_size, parallel.rank)
 
 
+def check_precision(dtype: str) -> None:
+    """Refuse, on all ranks alike, a 16-bit type that the accelerator does not compute in."""
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    for name, supported in (("fp16", accelerator.is_fp16_supported), ("bf16", accelerator.is_bf16_supported)):
+        if dtype == name and not supported():
+            raise SharedRunError(f"--{name}: this {accelerator.device_name()} has no {name} arithmetic; "
+                                 f"train with --{'bf16' if name == 'fp16' else 'fp16'} or in fp32 (neither flag)")
+
+
 def agree(context: ParallelContext, problem: str | None) -> None:
     """Collective: stop all ranks together when any of them met a problem.
 

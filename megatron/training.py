@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -28,8 +29,8 @@ from megatron.data.loaders import build_loader
 from megatron.engine import build_engine, build_model, optimizer_facts
 from megatron.errors import RunError, SharedRunError
 from megatron.flops import gigaflos, tflops_reported
-from megatron.initialize import agree, initialize_distributed, shutdown
-from megatron.metrics import LossWindow, params_norm, peak_memory_bytes
+from megatron.initialize import agree, check_precision, initialize_distributed, shutdown
+from megatron.metrics import LossWindow, Timers, params_norm, peak_memory_bytes
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.random import seed_everything
 from megatron.optimizer.batch_size import BatchSizeSchedule, training_iterations
@@ -63,6 +64,7 @@ class Run:
     schedule: Any = None
     started: float = field(default_factory=time.monotonic)
     last_saved: int = -1
+    timers: Timers = field(default_factory=Timers)
 
     def say(self, text: str) -> None:
         """Print once per job."""
@@ -79,20 +81,27 @@ def pretrain(settings: Settings, task: Task) -> None:
     """Run one job from parsed settings to its last log line, on every rank."""
     _set_log_level(settings)
     context = initialize_distributed(settings.parallel)
+    check_precision(settings.model.params_dtype)
     run = _prepare(settings, context)
     tokenizer = _with_vocabulary(run)
     settings = run.settings
-    plan = state.shared_plan(settings.checkpoint, context)
+    if not settings.train.eval_only:
+        state.check_save_folder(settings.checkpoint, context)
+    plan = state.shared_plan(settings.checkpoint, context, eval_only=settings.train.eval_only)
     run.say(plan.reason)
+    stored = state.check_stored(plan, settings, context) if plan.folder else {}
     model = build_model(settings, context, run.streams, plan)
-    stored = state.check_resumable(plan, settings, context, model) if plan.folder else {}
+    state.check_trained(plan, stored, settings, context, model)
     report = bitfit.parameter_report(model, context)
     run.say(bitfit.format_report(report))
     run.engine, run.schedule = build_engine(model, settings, context, run.train_iters,
                                             run.batch_sizes.size(0))
     if plan.folder:
         run.progress = state.resume(run.engine, plan, stored, run.streams)
-        run.say_last(log_lines.loaded_line(settings.checkpoint.load, run.progress.iteration))
+        run.say_last(log_lines.loaded_line(plan.folder, run.progress.iteration))
+        if plan.resume and plan.progress:
+            run.last_saved = run.progress.iteration
+    run.writer.log_restart(run.progress.iteration, context.world_size)
     datasets = _datasets(run, task)
     to_batch = task.batch(settings, tokenizer)
     run.engine.set_batch_fn(to_batch)
@@ -102,11 +111,12 @@ def pretrain(settings: Settings, task: Task) -> None:
         run.say("no validation data: nothing is evaluated")
     run.say(log_lines.datetime_line("before the start of training step"))
     if settings.train.eval_only:
-        for name, rows in valid.items():
+        for name, rows in (valid if settings.train.eval_iters else {}).items():
             evaluate(run, name, rows, f"iteration {run.progress.iteration}")
     else:
         train(run, _rows(run, datasets.train), valid)
-        _final_evaluation(run, valid, datasets.test)
+        if run.progress.iteration >= run.train_iters:  # not when asked to stop early
+            _final_evaluation(run, valid, datasets.test)
     _report_facts(run, report)
     run.writer.close()
     shutdown()
@@ -120,6 +130,7 @@ def _set_log_level(settings: Settings) -> None:
     config = settings.logging
     level = config.log_level if settings.parallel.rank == 0 else config.log_level_replica
     level = (level or "warning").upper()
+    logging.basicConfig(stream=sys.stdout, format="%(levelname)s: %(message)s")
     for name in (None, "DeepSpeed", "transformers"):
         logging.getLogger(name).setLevel(level)
 
@@ -228,52 +239,85 @@ def _rows(run: Run, dataset, *, valid: bool = False, groups: int = 1, test: bool
 def train(run: Run, rows: Iterator | None, valid: dict[str, Iterator | None]) -> None:
     """Iterate until the run's length, or until something asks it to stop."""
     settings, progress = run.settings, run.progress
-    window = LossWindow()
-    line_start = time.monotonic()
-    lines_since = progress.iteration
+    line = _Line(run)
     while progress.iteration < run.train_iters:
         size = run.batch_sizes.size(progress.consumed_train_samples)
         if _discarded(settings, progress.iteration + 1):
             _discard(run, rows, size)
-            continue
-        run.engine.set_train_batch_size(size)
-        step_start = time.monotonic()
-        skipped_before = run.engine.skipped_steps
-        loss = float(run.engine.train_batch(rows))
-        skipped = run.engine.skipped_steps - skipped_before
-        window.add(loss, skipped=bool(skipped))
-        progress.skipped_iterations += skipped
-        _count(run, size)
-        now = time.monotonic()
-        line_due = progress.iteration % settings.logging.log_interval == 0
-        curves_due = (settings.logging.tensorboard_dir is not None
-                      and progress.iteration % settings.logging.tensorboard_log_interval == 0)
-        if line_due or curves_due:
-            weights = None
-            if settings.logging.log_params_norm:
-                weights = params_norm(run.engine.module, run.context)  # collective
-            if curves_due:
-                step = LossWindow()
-                step.add(loss, skipped=bool(skipped))
-                run.writer.log_training(_facts(run, step, size, now - step_start, weights),
-                                        gigaflos=progress.gigaflos_no_embeds)
-            if line_due:
-                seconds = (now - line_start) / (progress.iteration - lines_since)
-                run.say_last(log_lines.training_line(_facts(run, window, size, seconds, weights)))
-                window, line_start, lines_since = LossWindow(), now, progress.iteration
+        else:
+            loss, skipped = _step(run, rows, size)
+            line.add(loss, skipped, size)
         paused = time.monotonic()
-        if valid and progress.iteration % settings.train.eval_interval == 0:
+        if valid and settings.train.eval_iters and progress.iteration % settings.train.eval_interval == 0:
             for name, group_rows in valid.items():
                 evaluate(run, name, group_rows, f"iteration {progress.iteration}")
         interval = settings.checkpoint.save_interval
         if settings.checkpoint.save and interval and progress.iteration % interval == 0:
             _save(run)
-        line_start += time.monotonic() - paused  # a line times iterations, not what comes between
+        line.leave_out(time.monotonic() - paused)
         if reason := _stop_reason(run):
             run.say(f"exiting program at iteration {progress.iteration}: {reason}")
             break
     if settings.checkpoint.save and run.last_saved != progress.iteration and progress.iteration:
         _save(run)
+
+
+def _step(run: Run, rows: Iterator | None, samples: int) -> tuple[float, bool]:
+    """One update on ``samples`` rows. Returns the mean loss, and whether the update was skipped."""
+    engine = run.engine
+    run.timers.start("train-batch")
+    engine.set_train_batch_size(samples)
+    skipped_before = engine.skipped_steps
+    try:
+        loss = float(engine.train_batch(rows))
+    except Exception as error:
+        if "loss scale already at minimum" in str(error):  # DeepSpeed's only sign of it
+            raise SharedRunError(f"iteration {run.progress.iteration + 1}: gradients overflow even at the lowest loss "
+                                 "scale (--min-loss-scale); train with --bf16, or with a lower --lr") from error
+        raise
+    skipped = engine.skipped_steps > skipped_before
+    run.progress.skipped_iterations += skipped
+    _count(run, samples)
+    run.timers.stop("train-batch")
+    return loss, skipped
+
+
+class _Line:
+    """What the next training line will say, and when it is due."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.window, self.iterations = LossWindow(), 0
+        self.start = self.last = time.monotonic()
+
+    def add(self, loss: float, skipped: bool, size: int) -> None:
+        """Count one iteration; print and draw what is due. Collective under --log-params-norm."""
+        run, config = self.run, self.run.settings.logging
+        now, iteration = time.monotonic(), run.progress.iteration
+        self.window.add(loss, skipped=skipped)
+        self.iterations += 1
+        line_due = iteration % config.log_interval == 0
+        curves_due = config.tensorboard_dir is not None and iteration % config.tensorboard_log_interval == 0
+        weights = None
+        if config.log_params_norm and (line_due or curves_due):
+            weights = params_norm(run.engine.module, run.context)
+        times = run.timers.drain() if line_due else {}
+        if curves_due:
+            step = LossWindow()
+            step.add(loss, skipped=skipped)
+            run.writer.log_training(_facts(run, step, size, now - self.last, weights),
+                                    gigaflos=run.progress.gigaflos_no_embeds, timers=times)
+        if line_due:
+            seconds = (now - self.start) / self.iterations
+            run.say_last(log_lines.training_line(_facts(run, self.window, size, seconds, weights)))
+            run.say_last(log_lines.timers_line({name: 1000 * each for name, each in times.items()}))
+            self.window, self.iterations, self.start = LossWindow(), 0, now
+        self.last = now
+
+    def leave_out(self, seconds: float) -> None:
+        """A line times iterations, not the evaluations and saves between them."""
+        self.start += seconds
+        self.last += seconds
 
 
 def _count(run: Run, samples: int) -> None:
@@ -299,7 +343,9 @@ def _discard(run: Run, rows: Iterator | None, samples: int) -> None:
 
 
 def _save(run: Run) -> None:
+    run.timers.start("save-checkpoint")
     state.save(run.engine, run.settings, run.context, run.progress, run.streams)
+    run.timers.stop("save-checkpoint")
     run.last_saved = run.progress.iteration
 
 
@@ -342,12 +388,14 @@ def _facts(run: Run, window: LossWindow, size: int, seconds: float,
 def evaluate(run: Run, name: str, rows: Iterator | None, prefix: str) -> float:
     """Mean loss of ``eval_iters`` global batches of one validation group; logs it."""
     config = run.settings.train
+    run.timers.start("evaluation")
     micro_batches = config.global_batch_size // (config.micro_batch_size * run.context.dp_size)
     total = 0.0
     for _ in range(config.eval_iters):
         total += float(run.engine.eval_batch(rows, num_micro_batches=micro_batches))
         run.progress.consumed_valid_samples += config.global_batch_size
     loss = total / config.eval_iters
+    run.timers.stop("evaluation")
     for line in log_lines.evaluation_lines(name, prefix, loss):
         run.say_last(line)
     run.writer.log_validation(name, loss, log_lines.perplexity(loss), iteration=run.progress.iteration,

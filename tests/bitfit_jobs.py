@@ -35,6 +35,7 @@ def cost_run(case: Case, base: str, steps: int) -> dict:
     return {
         "place": (context.pp_rank, context.dp_rank, context.tp_rank),
         "dp_ranks": tuple(torch.distributed.get_process_group_ranks(engine.mpu.get_data_parallel_group())),
+        "tied_ranks": next((tuple(tie["ranks"]) for tie in engine.module.tied_comms.values()), ()),
         "trainable": sum(param.numel() for _, param in trainable(engine.module)),
         "trainable_names": [name for name, _ in trainable(engine.module)],
         "frozen_moved": [name for name, param in params.items()

@@ -20,14 +20,19 @@ def free_port() -> int:
 
 
 def launch(flags: list[str], *, ranks: int = 4, nodes: int = 1, timeout: float = 240,
-           script: str = "pretrain_gpt.py", expect: int = 0) -> str:
+           script: str = "pretrain_gpt.py", expect: int = 0, accelerators: bool = False) -> str:
     """Run a script under torchrun on ``nodes`` agents on loopback; returns all they printed.
 
+    On the CPU, unless ``accelerators`` are asked for and each rank can have one.
     Fails with that text when the exit code of any agent is not ``expect`` (0, or 1 for "not 0").
     """
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         environ.pop(name, None)
+    if accelerators:
+        import torch
+        if torch.accelerator.device_count() >= ranks:
+            environ.pop("DS_ACCELERATOR", None)
     port = free_port()
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(nodes),
                "--nproc_per_node", str(ranks // nodes), "--master_addr", "127.0.0.1",

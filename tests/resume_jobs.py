@@ -56,7 +56,7 @@ def second_half(case: Case, folder: str, steps: int) -> dict:
         for param in engine.module.parameters():
             param.add_(torch.randn_like(param) * 0.1)
     plan = state.shared_plan(settings.checkpoint, context)
-    stored = state.check_resumable(plan, settings, context, engine.module)
+    stored = state.check_stored(plan, settings, context)
     progress = state.resume(engine, plan, stored, streams)
     done = progress.iteration
     losses, _ = train_steps(engine, fresh, context, done, steps)
@@ -70,7 +70,7 @@ def rates_after_resume(case: Case, folder: str) -> tuple[float, float] | str:
     fresh = dataclasses.replace(case, save=folder, load=folder)
     settings, context, streams, engine, schedule = build_run(fresh, None)
     plan = state.shared_plan(settings.checkpoint, context)
-    stored = state.check_resumable(plan, settings, context, engine.module)
+    stored = state.check_stored(plan, settings, context)
     try:
         state.resume(engine, plan, stored, streams)
     except ValueError as error:
@@ -87,7 +87,8 @@ def refusal(case: Case, folder: str) -> str | None:
     settings, context, _, engine, _ = build_run(case, None)
     try:
         plan = state.shared_plan(settings.checkpoint, context)
-        state.check_resumable(plan, settings, context, engine.module)
+        stored = state.check_stored(plan, settings, context)
+        state.check_trained(plan, stored, settings, context, engine.module)
     except RunError as error:
         return str(error)
     return None

@@ -1,15 +1,20 @@
 """Whole jobs through torchrun: the pull request's own experiment, and what a user does next."""
 
 import re
+import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
-from launching import facts, launch, training_lines
+from launching import ROOT, facts, launch, run_alone, training_lines
 from tiny_data import small_model_flags
 
 from megatron.checkpoint import files
 
 GRID = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
+#: what two runs that should be one must share in each training line
+KEPT = ("iteration", "consumed_samples", "learning_rate", "global_batch_size", "loss", "grad_norm")
 NO_DROPOUT = ["--hidden-dropout", "0", "--attention-dropout", "0"]
 
 
@@ -66,19 +71,9 @@ def test_bitfit_learns_saves_and_resumes_without_edited_flags(job, tmp_path):
 
 
 def test_one_process_needs_no_launcher(tmp_path):
-    import os
-    import subprocess
-    import sys
-
-    from launching import ROOT
-    environ = {name: value for name, value in os.environ.items()
-               if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
-    done = subprocess.run([sys.executable, str(ROOT / "pretrain_gpt.py"), *small_model_flags(tmp_path),
-                           "--train-iters", "2", "--bitfit", "--bf16"], cwd=tmp_path, text=True,
-                          capture_output=True, env={**environ, "OMP_NUM_THREADS": "1"}, timeout=200)
-    assert done.returncode == 0, done.stderr
-    assert len(training_lines(done.stdout)) == 2
-    assert "trainable 768 of" in done.stdout
+    said = run_alone([*small_model_flags(tmp_path), "--train-iters", "2", "--bitfit", "--bf16"])
+    assert len(training_lines(said)) == 2
+    assert "trainable 768 of" in said
 
 
 @pytest.mark.parametrize("flag, words", [
@@ -94,3 +89,77 @@ def test_a_fault_ends_all_ranks_with_one_sentence(flag, words, tmp_path):
     sentences = [line for line in said.splitlines() if line.startswith("error")]
     assert len(sentences) == 1 and all(word in sentences[0] for word in words), said[-3000:]
     assert not re.search(r"File \".*megatron/", said), "a traceback of ours"
+
+
+def test_a_base_loads_at_other_degrees_and_from_layer_files_alone(job, tmp_path):
+    """Trained at TP=2, PP=2; started from at TP=1, PP=1, through a delta, and at TP=1, PP=2."""
+    folder, _ = job
+    flags = [*small_model_flags(tmp_path), *NO_DROPOUT, "--bitfit", "--train-iters", "2"]
+    at = flags.index("--data-path")
+    flags[at + 1] = str(folder / "train")
+    alone = training_lines(run_alone([*flags, "--load", str(folder / "base"), "--save", str(tmp_path / "run"),
+                                      "--save-interval", "2"]))
+    staged = training_lines(launch([*flags, "--pipeline-model-parallel-size", "2", "--load", str(folder / "base")],
+                                   ranks=2))
+    assert alone[0]["loss"] == pytest.approx(staged[0]["loss"], rel=1e-5) and alone[0]["loss"] < 4.5
+    tool = [sys.executable, str(ROOT / "tools" / "bitfit_delta.py")]
+    delta, merged = str(tmp_path / "d.safetensors"), str(tmp_path / "merged")
+    subprocess.run([*tool, "extract", "--checkpoint", str(tmp_path / "run"), "--output", delta], check=True)
+    subprocess.run([*tool, "apply", "--base", str(folder / "base"), "--delta", delta, "--output", merged], check=True)
+    on = training_lines(launch([*flags, "--tensor-model-parallel-size", "2", "--load", merged], ranks=2))
+    again = training_lines(run_alone([*flags, "--load", str(tmp_path / "run"), "--save", str(tmp_path / "other"),
+                                      "--save-interval", "9"]))
+    assert on[0]["loss"] == pytest.approx(again[0]["loss"], rel=1e-5)
+    assert on[0]["loss"] != alone[0]["loss"], "the delta changed something"
+
+
+def test_shuffled_data_with_workers_and_dropout_resume_as_if_unbroken(job, tmp_path):
+    folder, flags = job
+    at = flags.index("--num-workers")
+    flags = [*flags[:at], "--num-workers", "2", *flags[at + 2:], "--dataloader-type", "cyclic", "--bitfit",
+             "--load", str(folder / "base"), "--train-iters", "6", "--save-interval", "3"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    unbroken = training_lines(launch([*flags, "--save", str(whole)]))
+    broken = training_lines(launch([*flags, "--save", str(parts), "--exit-interval", "3"]))
+    broken += training_lines(launch([*flags, "--save", str(parts)]))
+    for one, other in zip(unbroken, broken, strict=True):
+        assert {key: one[key] for key in KEPT} == {key: other[key] for key in KEPT}
+    for path in sorted((whole / "global_step6").glob("layer_*")):
+        ours, theirs = files.read(path), files.read(parts / "global_step6" / path.name)
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours), path.name
+    progress = [files.read(run / "global_step6" / "mp_rank_00_model_states.pt")["progress"] for run in (whole, parts)]
+    assert progress[0] == progress[1]
+
+
+def test_what_does_not_fit_is_refused_before_training(job, tmp_path):
+    folder, _ = job
+    flags = [*small_model_flags(tmp_path), "--train-iters", "3", "--load", str(folder / "base")]
+    for changed, words in ((["--num-attention-heads", "2"], ["num_attention_heads 4", "--num-attention-heads"]),
+                           (["--hidden-size", "64"], ["hidden_size 32", "--hidden-size"]),
+                           (["--position-embedding-type", "absolute"], ["alibi", "absolute"])):
+        said = run_alone([*flags, *changed], expect=1)
+        assert all(word in said for word in words) and not training_lines(said), said[-2000:]
+    (tmp_path / "file").write_text("")
+    said = run_alone([*flags, "--save", str(tmp_path / "file" / "x"), "--save-interval", "1"], expect=1)
+    assert f"--save {tmp_path / 'file' / 'x'} cannot be written" in said and "Traceback" not in said
+    copy = tmp_path / "incomplete"
+    shutil.copytree(folder / "base", copy)
+    (copy / "global_step12" / "layer_01-model_01-model_states.pt").unlink()
+    said = run_alone([*small_model_flags(tmp_path), "--train-iters", "3", "--load", str(copy)], expect=1)
+    assert "no file for pipeline layer 1 (layer_01-model_01-model_states.pt)" in said
+
+
+def test_a_save_folder_is_resumed_without_load_and_never_rewound(tmp_path):
+    flags = [*small_model_flags(tmp_path), "--save", str(tmp_path / "run"), "--save-interval", "2"]
+    run_alone([*flags, "--train-iters", "3", "--lr-decay-iters", "9"])
+    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    said = run_alone([*flags, "--train-iters", "3", "--lr-decay-iters", "9"])
+    assert "resuming" in said and training_lines(said) == []
+    assert written == {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    stale = tmp_path / "run" / "global_step4"
+    stale.mkdir()
+    (stale / "layer_01-model_01-model_states.pt").write_bytes(b"of a killed save at other degrees")
+    said = run_alone([*flags, "--train-iters", "4", "--lr-decay-iters", "9"])
+    assert [line["iteration"] for line in training_lines(said)] == [4]
+    assert not (stale / "layer_01-model_01-model_states.pt").exists() and (stale / "mp_rank_00_model_states.pt").exists()
+    assert "resuming" in run_alone([*flags, "--train-iters", "5", "--lr-decay-iters", "9"])

@@ -16,12 +16,13 @@ import torch
 
 from megatron.bitfit import is_bias
 from megatron.checkpoint import files
+from megatron.checkpoint.weights import merge_shares
 from megatron.config import ModelConfig
 from megatron.errors import RunError
 from megatron.model.pipe import EMBEDDING_INDEX, FIRST_BLOCK, GPTModel
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.random import RandomStreams
-from megatron.mpu.tags import ParamTag, shard, tag_of, unshard
+from megatron.mpu.tags import ParamTag, shard, tag_of
 
 
 def newest_folder(checkpoint: str | Path) -> Path:
@@ -79,10 +80,11 @@ def extract(checkpoint: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, 
     tensors: dict[str, torch.Tensor] = {}
     parameters = 0
     for index in indices:
-        shares = [files.read(path) for path in files.layer_files(folder, index)]
+        paths = files.layer_files(folder, index)
+        shares = [files.read(path) for path in paths]
         for name in filter(is_bias, shares[0]):
-            tensors[f"{_layer(index, indices[-1])}.{name}"] = unshard(
-                [share[name] for share in shares], tags[name]).contiguous()
+            tensors[f"{_layer(index, indices[-1])}.{name}"] = merge_shares(
+                name, [share[name] for share in shares], tags[name], paths).contiguous()
         parameters += sum(value.numel() for share in shares for value in share.values())
     return tensors, {"format": "bitfit-delta", "tag": folder.name, "layers": str(len(indices) - 2),
                      "checkpoint_parameters": str(parameters)}

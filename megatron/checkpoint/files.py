@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
 from collections import OrderedDict
 from pathlib import Path
 
@@ -42,6 +43,16 @@ def _replace(path: Path, write) -> None:
         raise
 
 
+def replace_folder(new: Path, old: Path) -> None:
+    """Put the complete folder ``new`` in the place of ``old``, which need not exist."""
+    trash = old.with_name(f"{old.name}.old")
+    shutil.rmtree(trash, ignore_errors=True)
+    if old.exists():
+        old.rename(trash)
+    new.rename(old)
+    shutil.rmtree(trash, ignore_errors=True)
+
+
 def latest_tag(folder: str | Path) -> str | None:
     """The tag named in ``folder/latest``, or None without such a file."""
     try:
@@ -56,6 +67,24 @@ def layer_files(folder: Path, index: int) -> list[Path]:
     found = [(int(match[1]), path) for path in folder.iterdir()
              if (match := pattern.fullmatch(path.name))]
     return [path for _, path in sorted(found)]
+
+
+def layer_file(folder: Path, index: int, rank: int) -> Path:
+    """The share of pipeline layer ``index`` that TP rank ``rank`` wrote."""
+    return folder / f"layer_{index:02d}-model_{rank:02d}-model_states.pt"
+
+
+def tensor_parallel_degree(folder: Path) -> int:
+    """TP degree of a checkpoint: how many ranks wrote layer files into ``folder``.
+
+    Raises RunError when there is none, or when a rank in between wrote nothing.
+    """
+    pattern = re.compile(r"layer_\d+-model_(\d+)-model_states\.pt")
+    ranks = {int(match[1]) for path in folder.iterdir() if (match := pattern.fullmatch(path.name))}
+    if ranks != set(range(len(ranks))) or not ranks:
+        raise RunError(f"{folder} holds layer files of TP ranks {sorted(ranks) or 'none'}, "
+                       "which is no complete checkpoint")
+    return len(ranks)
 
 
 def mp_rank_file(folder: Path, mp_rank: int) -> Path:

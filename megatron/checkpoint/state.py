@@ -5,9 +5,9 @@ Which folder a start reads is decided once, on rank 0, and told to all ranks:
 ====================================  =====================================================
 found                                 done
 ====================================  =====================================================
-``--save`` holds a checkpoint          resume this run from there (weights, optimizer,
-of this run, ``--load`` is it too,     schedule, progress, random states)
-or is another folder
+``--save`` holds a checkpoint,         resume this run from there (weights, optimizer,
+``--load`` is it too, is another       schedule, progress, random states)
+folder or is not given
 ``--load`` is another folder           start from it as a base: weights only, everything
                                        else fresh
 ``--load`` is the ``--save`` folder    resume, less what ``--finetune``, ``--no-load-optim``,
@@ -19,6 +19,8 @@ and one of the old flags is given      ``--no-load-rng`` and ``--reset-progress`
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +30,7 @@ import torch.distributed as dist
 from megatron import log_lines
 from megatron.bitfit import is_anchor, trainable
 from megatron.checkpoint import files
-from megatron.config import CheckpointConfig, Settings
+from megatron.config import CheckpointConfig, ModelConfig, Settings
 from megatron.errors import RunError
 from megatron.initialize import agree
 from megatron.mpu.context import ParallelContext
@@ -60,22 +62,29 @@ class LoadPlan:
     reason: str = "starting from random weights"
 
     @property
+    def weights_only(self) -> bool:
+        return self.folder is not None and not (self.resume or self.progress or self.rng)
+
+    @property
     def path(self) -> Path:
         return Path(self.folder) / self.tag
 
 
-def plan_load(config: CheckpointConfig) -> LoadPlan:
+def plan_load(config: CheckpointConfig, *, eval_only: bool = False) -> LoadPlan:
     """Decide what this start loads; looks at ``latest`` files only.
+
+    With ``eval_only`` nothing is written, so ``--load`` is read whatever ``--save`` holds,
+    and the iteration it was saved at is kept for the evaluation's lines.
 
     Raises RunError when ``--load`` holds no checkpoint and a fresh start was not allowed.
     """
     own = config.save and files.latest_tag(config.save)
     same = bool(config.save and config.load
                 and Path(config.save).resolve() == Path(config.load).resolve())
-    if own and config.load and not same:
+    if own and not same and not eval_only:
+        base = f"; --load {config.load} was its base and is not read again" if config.load else ""
         return LoadPlan(config.save, own, resume=True, progress=True, rng=config.load_rng,
-                        reason=f"resuming: --save {config.save} holds this run's {own}; "
-                               f"--load {config.load} was its base and is not read again")
+                        reason=f"resuming: --save {config.save} holds this run's {own}{base}")
     if not config.load:
         return LoadPlan(None, None)
     tag = files.latest_tag(config.load)
@@ -89,6 +98,8 @@ def plan_load(config: CheckpointConfig) -> LoadPlan:
     if not (Path(config.load) / tag).is_dir():
         raise RunError(f"--load {config.load}: its file 'latest' names {tag}, but there is no such "
                        "folder in it")
+    if eval_only:
+        return LoadPlan(config.load, tag, progress=True, reason=f"evaluating {config.load} ({tag})")
     if not same:
         return LoadPlan(config.load, tag,
                         reason=f"starting from the base {config.load} ({tag}): weights only; optimizer, "
@@ -103,11 +114,11 @@ def plan_load(config: CheckpointConfig) -> LoadPlan:
                            + (f" without {', '.join(left_out)}" if left_out else ""))
 
 
-def shared_plan(config: CheckpointConfig, context: ParallelContext) -> LoadPlan:
+def shared_plan(config: CheckpointConfig, context: ParallelContext, *, eval_only: bool = False) -> LoadPlan:
     """Collective: rank 0's plan, after every rank has seen the same tag on its disk."""
     plan, problem = None, None
     try:
-        plan = plan_load(config)
+        plan = plan_load(config, eval_only=eval_only)
     except RunError as error:
         problem = str(error)
     agree(context, problem)
@@ -126,10 +137,6 @@ def trained_names(model) -> list[str]:
     return [name for name, _ in trainable(model)]
 
 
-def _mp_rank(context: ParallelContext) -> int:
-    return context.pp_rank * context.tp_size + context.tp_rank
-
-
 def save(engine, settings: Settings, context: ParallelContext, progress: Progress, streams) -> None:
     """Collective: write one tag, then make it the latest.
 
@@ -137,8 +144,10 @@ def save(engine, settings: Settings, context: ParallelContext, progress: Progres
     killed in between leaves the previous tag as the one a resume finds.
     """
     folder, tag = settings.checkpoint.save, f"global_step{progress.iteration}"
+    part = f"{tag}.part"
     if context.rank == 0:
         print(log_lines.saving_line(progress.iteration, folder), flush=True)
+        shutil.rmtree(Path(folder) / part, ignore_errors=True)  # of a save that was killed
     start = time.monotonic()
     arguments = dict(settings.flags)
     arguments.update(consumed_train_samples=progress.consumed_train_samples,
@@ -150,6 +159,7 @@ def save(engine, settings: Settings, context: ParallelContext, progress: Progres
         "checkpoint_version": 3.0,
         "iteration": progress.iteration,
         "tokens": progress.consumed_train_tokens,
+        "architecture": architecture(settings.model),
         "checkpoint_info": {"padded_vocab_size": settings.model.padded_vocab_size,
                             "original_vocab_size": settings.model.vocab_size},
         "progress": dict(vars(progress)),
@@ -159,9 +169,15 @@ def save(engine, settings: Settings, context: ParallelContext, progress: Progres
     }
     if settings.checkpoint.save_rng:
         client.update(capture_rng_state(streams))
-    engine.save_checkpoint(folder, tag=tag, client_state=client, save_latest=False)
+    try:
+        engine.save_checkpoint(folder, tag=part, client_state=client, save_latest=False)
+    except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
+        free = shutil.disk_usage(folder).free if Path(folder).is_dir() else 0
+        raise RunError(f"--save {folder}: {tag} could not be written, {free / 2**20:,.0f} MiB are free there; "
+                       f"the previous checkpoint is untouched ({str(error).splitlines()[0]})") from error
     # save_checkpoint ends with a barrier: all files of all ranks are in place
     if context.rank == 0:
+        files.replace_folder(Path(folder) / part, Path(folder) / tag)
         files.write_text(Path(folder) / files.LATEST, tag)
         print(log_lines.saved_line(progress.iteration, folder), flush=True)
         print(f"  saving took {time.monotonic() - start:.2f} s", flush=True)
@@ -169,38 +185,94 @@ def save(engine, settings: Settings, context: ParallelContext, progress: Progres
         dist.barrier()
 
 
-def check_resumable(plan: LoadPlan, settings: Settings, context: ParallelContext, model) -> dict:
-    """Collective: read this rank's state file and refuse what cannot continue.
+def check_save_folder(config: CheckpointConfig, context: ParallelContext) -> None:
+    """Collective: make ``--save`` and write to it now, not after hours of training."""
+    problem = None
+    if config.save and context.rank == 0:
+        probe = Path(config.save) / ".probe"
+        try:
+            Path(config.save).mkdir(parents=True, exist_ok=True)
+            files.write_text(probe, "writable")
+            probe.unlink()
+        except OSError as error:
+            problem = f"--save {config.save} cannot be written: {error}"
+    agree(context, problem)
 
-    Returns the file's contents. Every rank raises when one of them refuses.
+
+#: what a stored model must share with the one it is loaded into, and the flag that sets each
+_ARCHITECTURE = {
+    "num_layers": "--num-layers", "hidden_size": "--hidden-size", "num_attention_heads": "--num-attention-heads",
+    "kv_channels": "--kv-channels", "ffn_hidden_size": "--ffn-hidden-size",
+    "position_embedding_type": "--position-embedding-type", "embed_layernorm": "--embed-layernorm",
+    "activation": "--glu-activation, --no-bias-gelu-fusion", "layernorm_epsilon": "--layernorm-epsilon",
+    "apply_residual_connection_post_layernorm": "--apply-residual-connection-post-layernorm",
+    "vocab_size": "the tokenizer's vocabulary",
+}
+
+
+def architecture(model: ModelConfig) -> dict:
+    """The settings of the network that weights depend on; plain values."""
+    everything = dataclasses.asdict(model)
+    return {name: everything[name] for name in _ARCHITECTURE}
+
+
+def check_stored(plan: LoadPlan, settings: Settings, context: ParallelContext) -> dict:
+    """Collective: read the state file and refuse a model or a grid that does not fit this run.
+
+    Returns this rank's file, or {} where there is none and nothing but weights is wanted (layer
+    files alone are a base, and so are files of other degrees). Every rank raises when one of
+    them refuses.
     """
     problem, stored = None, {}
+    rank = 0 if not plan.resume else context.pp_rank * context.tp_size + context.tp_rank
+    path = files.mp_rank_file(plan.path, rank)
     try:
-        stored = files.read(files.mp_rank_file(plan.path, _mp_rank(context)))
-        problem = _mismatch(stored, plan, settings, context, model)
+        stored = files.read(path)
+        problem = _other_architecture(stored, plan, settings)
+        if plan.resume and not problem:
+            problem = _not_resumable(stored, plan, context)
     except RunError as error:
-        problem = str(error)
+        # foreign state files hold objects that are not read; their layer files are plain tensors
+        problem = None if plan.weights_only else str(error)
     agree(context, problem)
     return stored
 
 
-def _mismatch(stored: dict, plan: LoadPlan, settings: Settings, context: ParallelContext,
-              model) -> str | None:
+def _other_architecture(stored: dict, plan: LoadPlan, settings: Settings) -> str | None:
+    now = architecture(settings.model)
+    # without our own record, what the arguments of older trainers say of it
+    older = {name: value for name, value in vars(stored.get("args", argparse.Namespace())).items()
+             if name not in ("activation", "vocab_size") and value is not None}
+    for name, value in stored.get("architecture", older).items():
+        if name in now and value != now[name]:
+            return (f"{plan.path} holds a model with {name} {value}, this run has {now[name]} "
+                    f"({_ARCHITECTURE[name]}); make them equal, or load another checkpoint")
+    return None
+
+
+def _not_resumable(stored: dict, plan: LoadPlan, context: ParallelContext) -> str | None:
     dims = stored.get("checkpoint_parallel_dimensions") or {}
     saved = (dims.get("tp_degree"), dims.get("pp_degree"), stored.get("dp_world_size"))
     now = (context.tp_size, context.pp_size, context.dp_size)
-    if not plan.resume:
-        return None
+    if "trainable_parameters" not in stored:
+        return (f"{plan.path} does not say what its optimizer state belongs to; start from its weights: "
+                "--load it with another --save folder")
     if saved != now:
         return (f"{plan.path} was saved with TP, PP, DP = {saved}, this run has {now}; resume with the "
                 "saved degrees, or start from its weights with --load of it and another --save folder")
-    if stored.get("trainable_parameters") != trained_names(model):
+    return None
+
+
+def check_trained(plan: LoadPlan, stored: dict, settings: Settings, context: ParallelContext, model) -> None:
+    """Collective: refuse a resume whose optimizer state belongs to other parameters than train now."""
+    problem = None
+    if plan.resume and stored["trainable_parameters"] != trained_names(model):
         kind = "--bitfit" if stored.get("bitfit") else "full training"
         asked = "--bitfit" if settings.optimizer.bitfit else "full training"
-        return (f"{plan.path} holds optimizer state of {kind}, but this run is {asked} and trains another "
-                "set of parameters; to start from its weights alone save to another --save folder, or "
-                "give --finetune --no-load-optim")
-    return None
+        problem = (f"{plan.path} holds optimizer state of {kind}, but this run is {asked} and trains another "
+                   "set of parameters; to start from its weights alone save to another --save folder, or "
+                   "give --finetune --no-load-optim")
+    agree(context, problem)
 
 
 def resume(engine, plan: LoadPlan, stored: dict, streams) -> Progress:

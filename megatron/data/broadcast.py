@@ -44,7 +44,9 @@ class BroadcastRows:
             try:
                 rows = next(self.source)["text"].to(torch.int64).reshape(self.shape)
             except StopIteration:
-                error = RunError("the training data ended before the run did")
+                error = RunError("the data ended before the run did")
+            except ValueError as fault:  # a row that cannot be used; the message names its file
+                error = RunError(str(fault))
             except Exception as fault:  # told to the group first, raised below
                 error = fault
         rows = rows.to(self.device)

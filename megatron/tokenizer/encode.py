@@ -132,6 +132,10 @@ def read_texts(path: str, key: str) -> Iterator[str]:
                 if texts.reason == INVALID:
                     raise RunError(f"{path}:{number} {texts.detail}")
             elif texts[0]:
+                try:
+                    texts[0].encode()
+                except UnicodeEncodeError:
+                    raise RunError(f"{path}:{number} holds half of a surrogate pair, which is no text") from None
                 yield texts[0]
 
 

@@ -59,7 +59,7 @@ def _load(name: str):
     try:
         if folder is None:
             return transformers.PreTrainedTokenizerFast(tokenizer_file=name)
-        return transformers.AutoTokenizer.from_pretrained(folder)
+        return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # whatever transformers, its hub client or the file format raise
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise RunError(f"--tokenizer-name-or-path {name}: no tokenizer could be loaded (allowed: a folder with "
