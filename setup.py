@@ -32,7 +32,7 @@ setup(
         "pybind11>=2.12,<4",
         "tokenizers>=0.20,<0.24",
         "safetensors>=0.4.5,<1",
-        "transformers>=4.46,<6",
+        "transformers>=5,<6",
         "tensorboard>=2.17,<3",
     ],
     extras_require={

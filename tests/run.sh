@@ -5,4 +5,4 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . tools/setup_env.sh
 setup_env test,dev
-exec python -m pytest tests -p no:cacheprovider --durations=15 "$@"
+exec python -m pytest -p no:cacheprovider --durations=15 "$@"
