@@ -1,4 +1,4 @@
-"""Blends: proportions, extremes and ends (formats 2.5, 2.6)."""
+"""Blends: proportions, extremes and ends."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Rows of running text against a slow reading of the rules, and their caches (formats 2.1 to 2.5)."""
+"""Rows of running text against a slow reading of the rules, and their caches."""
 
 import logging
 import multiprocessing

@@ -1,4 +1,4 @@
-"""Compiled helpers, NumPy forms and a count of every token give the same arrays (formats 2.2, 2.6)."""
+"""Compiled helpers, NumPy forms and a count of every token give the same arrays."""
 
 import importlib.util
 import pathlib

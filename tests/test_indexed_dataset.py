@@ -1,4 +1,4 @@
-"""Token files against bytes packed by hand (formats 1.1 to 1.6; damage of every kind)."""
+"""Token files against bytes packed by hand, and damage of every kind."""
 
 import os
 import pickle

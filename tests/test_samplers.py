@@ -1,4 +1,4 @@
-"""Which rank reads which sample, resuming, loaders and batches (formats 2.7, 3.1)."""
+"""Which rank reads which sample, resuming, loaders and batches."""
 
 import itertools
 

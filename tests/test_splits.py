@@ -1,4 +1,4 @@
-"""Splits, weighted groups and blends as text (formats 2.3, 2.4, 2.5)."""
+"""Splits, weighted groups and blends as text."""
 
 import random
 from fractions import Fraction

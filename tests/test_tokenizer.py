@@ -1,4 +1,4 @@
-"""Tokenizers against a slow BPE of our own, transformers' GPT-2 and plain bytes (formats 4.5, 9)."""
+"""Tokenizers against a slow BPE of our own, transformers' GPT-2 and plain bytes."""
 
 import itertools
 import json
@@ -42,7 +42,7 @@ PATTERN = regex.compile(
 
 
 def slow_bpe(text, vocab, merges):
-    """formats 9.1 to the letter."""
+    """Byte-level BPE as GPT-2 defines it, step by step."""
     table, rank, ids = byte_table(), {pair: i for i, pair in enumerate(merges)}, []
     for word in PATTERN.findall(text):
         parts = [table[b] for b in word.encode()]
