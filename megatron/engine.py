@@ -19,10 +19,9 @@ from megatron.errors import RunError
 from megatron.initialize import agree, quiet
 from megatron.model.pipe import GPTPipeline, loss_function
 from megatron.mpu.context import ParallelContext
+from megatron.mpu.layers import torch_dtype
 from megatron.optimizer.build import build_optimizer
 from megatron.optimizer.learning_rate import build_schedule
-
-TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def build_model(settings: Settings, context: ParallelContext, streams, plan: LoadPlan) -> GPTPipeline:
@@ -68,7 +67,7 @@ def build_engine(model: GPTPipeline, settings: Settings, context: ParallelContex
     from megatron.checkpoint.files import checkpoint_engine
 
     device = next(model.parameters()).device if any(True for _ in model.parameters()) else "cpu"
-    bitfit.add_anchor(model, context, TORCH_DTYPES[settings.model.params_dtype], device)
+    bitfit.add_anchor(model, context, torch_dtype(settings.model), device)
     params = [param for param in model.parameters() if param.requires_grad]
     optimizer = build_optimizer(model, settings.optimizer)
     schedule = build_schedule(settings.optimizer, settings.train, optimizer, train_iters,
