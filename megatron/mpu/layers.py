@@ -91,7 +91,11 @@ class ColumnParallelLinear(torch.nn.Module):
         self.bias = constant_parameter((local,), 0.0, tag=tag, config=config) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(copy_to_tp(x, self.context), self.weight, self.bias)
+        return F.linear(copy_to_tp(x, self.context), self.weight, self.current_bias())
+
+    def current_bias(self) -> torch.Tensor | None:
+        """The bias this forward adds, [out_features / TP]; a place where another one can be put in."""
+        return self.bias
 
 
 class RowParallelLinear(torch.nn.Module):
