@@ -258,6 +258,8 @@ USED: dict[str, tuple[Flag, ...]] = {
         _switch("--eod-mask-loss", "no loss on ends of documents"),
         _switch("--norm-target-loss", "every target counts alike, whatever its length", entry="finetune_t0"),
         _switch("--prefixlm", "inputs see each other in both directions", entry="finetune_t0"),
+        _used("--mtf-overlong", str, "drop", "pairs longer than a row: leave out, cut the front of the inputs, or stop",
+              choices=("drop", "truncate-inputs", "error"), entry="finetune_t0"),
     ),
 }
 

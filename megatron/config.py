@@ -207,6 +207,12 @@ class DataConfig:
     reset_position_ids: bool = False
     reset_attention_mask: bool = False
     eod_mask_loss: bool = False
+    norm_target_loss: bool = False
+    """packed pairs: every target weighs 1, whatever its length"""
+    prefixlm: bool = False
+    """packed pairs: the inputs of a pair see each other in both directions"""
+    mtf_overlong: str = "drop"
+    """packed pairs longer than a row: drop, truncate-inputs or error"""
 
 
 @dataclass(frozen=True, kw_only=True)
