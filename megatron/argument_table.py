@@ -26,6 +26,8 @@ class Flag:
     help: str = ""
     choices: tuple[str, ...] | None = None
     many: bool = False
+    empty: bool = False
+    """with ``many``: the flag may stand without a value, and a rule says what is missing"""
     required: bool = False
     dest: str = ""
     aliases: tuple[str, ...] = ()
@@ -144,6 +146,9 @@ USED: dict[str, tuple[Flag, ...]] = {
         _used("--adam-eps", positive, 1e-8, "Adam's epsilon"),
         _used("--sgd-momentum", share, 0.9, "momentum of SGD"),
         _switch("--bitfit", "train the biases only; every weight is frozen"),
+        _used("--bitfit-bias-terms", str, "all", many=True, empty=True,
+              help="biases that --bitfit trains: all, or some of query key value attention_output "
+                   "mlp_intermediate mlp_output layernorm"),
     ),
     "training": (
         _used("--micro-batch-size", count, required=True, help="samples per rank and pass"),

@@ -93,7 +93,7 @@ def _add(group: argparse._ArgumentGroup, flag: Flag, entry: str) -> None:
         return
     metavar = None if flag.choices else _METAVARS.get(flag.kind, "TEXT")
     group.add_argument(*names, dest=flag.field, type=flag.kind, default=flag.default, help=text, metavar=metavar,
-                       choices=flag.choices, required=flag.required, nargs="+" if flag.many else None)
+                       choices=flag.choices, required=flag.required, nargs=("*" if flag.empty else "+") if flag.many else None)
 
 
 def build_parser(entry: str = "pretrain_gpt") -> argparse.ArgumentParser:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.config import SplitGroup
+from megatron.config import BIAS_TERMS, SplitGroup
 from megatron.data.splits import (
     parse_data_path,
     parse_split,
@@ -119,6 +119,7 @@ def check_arguments(values: Values, given: set[str], entry: str) -> dict[str, An
     ``given`` names those that stood on the command line.
     """
     derived = _check_model(values)
+    derived |= _check_bias_terms(values, given)
     derived |= _check_precision(values)
     derived |= _check_grid(values, derived)
     derived |= _check_length(values)
@@ -181,6 +182,24 @@ def _activation(values: Values) -> str:
     if gated:
         return gated
     return "gelu_tanh" if fused or values["openai_gelu"] else "gelu_erf"
+
+
+def _check_bias_terms(values: Values, given: set[str]) -> dict[str, Any]:
+    """The terms in the order of BIAS_TERMS, whatever order they were given in."""
+    if "bitfit_bias_terms" not in given:
+        return {"bitfit_bias_terms": BIAS_TERMS}
+    shown = _show("bitfit_bias_terms", values["bitfit_bias_terms"]).strip()
+    allowed = f"allowed are all, or some of {' '.join(BIAS_TERMS)}"
+    terms = [term for text in values["bitfit_bias_terms"] for term in re.split(r"[,\s]+", text) if term]
+    _require(values["bitfit"], f"{shown} says which biases --bitfit trains; give --bitfit too, or leave it out")
+    _require(bool(terms), f"{shown} names no bias; {allowed}")
+    if terms == ["all"]:
+        return {"bitfit_bias_terms": BIAS_TERMS}
+    for term in terms:
+        _require(term != "all", f"{shown}: all stands alone; {allowed}")
+        _require(term in BIAS_TERMS, f"{shown}: {term!r} is not a kind of bias; {allowed}")
+        _require(terms.count(term) == 1, f"{shown}: {term} is given {terms.count(term)} times; {allowed}")
+    return {"bitfit_bias_terms": tuple(term for term in BIAS_TERMS if term in terms)}
 
 
 def _check_precision(values: Values) -> dict[str, Any]:

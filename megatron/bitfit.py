@@ -11,9 +11,16 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from megatron.config import BIAS_TERMS
 from megatron.errors import SharedRunError
+from megatron.model.attention import SelfAttention
+from megatron.model.norm import LayerNorm
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.tags import ParamTag, full_shape, tag_of, tag_parameter
+from megatron.partial_bias import SLICES, is_slice, train_slices
+
+#: term of the paper for the bias of a linear layer, by the layer's name in a block
+_TERMS = {"dense": "attention_output", "dense_h_to_4h": "mlp_intermediate", "dense_4h_to_h": "mlp_output"}
 
 
 def is_bias(name: str) -> bool:
@@ -21,13 +28,36 @@ def is_bias(name: str) -> bool:
     return name.rpartition(".")[2] == "bias"
 
 
-def freeze(model: torch.nn.Module) -> None:
-    """Leave only the biases trainable: linear, LayerNorm and embedding-LayerNorm ones.
+def freeze(model: torch.nn.Module, terms: tuple[str, ...] = BIAS_TERMS) -> None:
+    """Leave only the biases of ``terms`` trainable; by default every bias there is.
 
-    Must run before the optimizer exists; nothing after it may change ``requires_grad``.
+    With some but not all of query, key and value those slices become parameters of their
+    own (``megatron.partial_bias``). Must run once, with the weights loaded and before the
+    optimizer exists; nothing after it may change ``requires_grad``. Raises ValueError
+    for a bias that belongs to no term when only some terms are asked for.
     """
-    for name, param in model.named_parameters():
-        param.requires_grad_(is_bias(name))
+    if any(is_slice(param) for param in model.parameters()):
+        raise ValueError("the model is frozen to slices of its biases already; build it anew")
+    slices = tuple(name for name in SLICES if name in terms)
+    for name, owner in list(model.named_modules()):
+        for own_name, param in owner.named_parameters(recurse=False):
+            param.requires_grad_(is_bias(own_name) and _trains(name, owner, terms))
+        if isinstance(owner, SelfAttention) and 0 < len(slices) < len(SLICES):
+            train_slices(owner.query_key_value, owner.heads, slices)
+
+
+def _trains(name: str, owner: torch.nn.Module, terms: tuple[str, ...]) -> bool:
+    """Whether the whole bias of the module ``owner``, called ``name``, belongs to ``terms``."""
+    kind = name.rpartition(".")[2]
+    if set(terms) == set(BIAS_TERMS):
+        return True
+    if isinstance(owner, LayerNorm):
+        return "layernorm" in terms
+    if kind == "query_key_value":
+        return set(SLICES) <= set(terms)
+    if kind not in _TERMS:
+        raise ValueError(f"the bias of {name} belongs to none of the terms {', '.join(BIAS_TERMS)}")
+    return _TERMS[kind] in terms
 
 
 def has_bias(model: torch.nn.Module) -> bool:
@@ -134,7 +164,7 @@ def parameter_report(model: torch.nn.Module, context: ParallelContext) -> Parame
         if context.tp_rank or context.dp_rank or getattr(param, "ds_pipe_replicated", False):
             continue
         elements = torch.Size(full_shape(param, tag_of(param), context.tp_size)).numel()
-        total += elements
+        total += 0 if is_slice(param) else elements  # the fused bias has them already
         if param.requires_grad:
             tensors, sum_so_far = terms.get(term_of(name), (0, 0))
             terms[term_of(name)] = (tensors + 1, sum_so_far + elements)

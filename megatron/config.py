@@ -17,6 +17,8 @@ from typing import Any
 
 #: the spelling used for dtypes in settings and log lines
 DTYPES = ("fp32", "bf16", "fp16")
+#: which biases --bitfit can train, in the terms of arXiv 2106.10199 and the order they are kept in
+BIAS_TERMS = ("query", "key", "value", "attention_output", "mlp_intermediate", "mlp_output", "layernorm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +135,8 @@ class OptimizerConfig:
     """as asked for; the engine always shards optimizer state (stage 1) and says so"""
     loss_scale: float | None = None
     """fp16 only; None means dynamic"""
+    bitfit_bias_terms: tuple[str, ...] = BIAS_TERMS
+    """which biases train under bitfit, in the order of BIAS_TERMS"""
     initial_loss_scale: float = 2.0**32
     min_loss_scale: float = 1.0
     loss_scale_window: int = 1000

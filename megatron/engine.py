@@ -42,7 +42,7 @@ def build_model(settings: Settings, context: ParallelContext, streams, plan: Loa
         agree(context, problem)
         synchronize_tied(model)
     if settings.optimizer.bitfit:
-        bitfit.freeze(model)
+        bitfit.freeze(model, settings.optimizer.bitfit_bias_terms)
     return model
 
 

@@ -21,7 +21,7 @@ DEFAULTS = {
     "position-embedding-type": "absolute", "glu-activation": None, "kill-switch-path": None,
     "log-level": None, "log-level-replica": None, "attention-dropout": .1, "hidden-dropout": .1,
     "weight-decay": .01, "clip-grad": 1.0, "adam-beta1": .9, "adam-beta2": .999, "adam-eps": 1e-8,
-    "sgd-momentum": .9, "bitfit": False, "optimizer": "adam", "global-batch-size": None,
+    "sgd-momentum": .9, "bitfit": False, "bitfit-bias-terms": "all", "optimizer": "adam", "global-batch-size": None,
     "rampup-batch-size": None, "train-iters": None, "train-samples": None, "train-tokens": None,
     "checkpoint-activations": False, "checkpoint-num-layers": 1, "log-interval": 100, "exit-interval": None,
     "exit-duration-in-mins": None, "tensorboard-dir": None, "dataloader-type": "single", "eval-only": False,

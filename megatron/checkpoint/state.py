@@ -22,6 +22,7 @@ import argparse
 import dataclasses
 import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +31,7 @@ import torch.distributed as dist
 from megatron import log_lines
 from megatron.bitfit import is_anchor, trainable
 from megatron.checkpoint import files
-from megatron.config import CheckpointConfig, ModelConfig, Settings
+from megatron.config import BIAS_TERMS, CheckpointConfig, ModelConfig, Settings
 from megatron.errors import RunError
 from megatron.initialize import agree
 from megatron.mpu.context import ParallelContext
@@ -164,6 +165,7 @@ def save(engine, settings: Settings, context: ParallelContext, progress: Progres
                             "original_vocab_size": settings.model.vocab_size},
         "progress": dict(vars(progress)),
         "bitfit": settings.optimizer.bitfit,
+        "bitfit_bias_terms": list(settings.optimizer.bitfit_bias_terms),
         "trainable_parameters": trained_names(engine.module),
         "dp_world_size": context.dp_size,
     }
@@ -267,12 +269,19 @@ def check_trained(plan: LoadPlan, stored: dict, settings: Settings, context: Par
     """Collective: refuse a resume whose optimizer state belongs to other parameters than train now."""
     problem = None
     if plan.resume and stored["trainable_parameters"] != trained_names(model):
-        kind = "--bitfit" if stored.get("bitfit") else "full training"
-        asked = "--bitfit" if settings.optimizer.bitfit else "full training"
+        kind = _kind(stored.get("bitfit"), stored.get("bitfit_bias_terms"))
+        asked = _kind(settings.optimizer.bitfit, settings.optimizer.bitfit_bias_terms)
         problem = (f"{plan.path} holds optimizer state of {kind}, but this run is {asked} and trains another "
-                   "set of parameters; to start from its weights alone save to another --save folder, or "
-                   "give --finetune --no-load-optim")
+                   f"set of parameters; to resume, train what it trained ({kind}); to start from its weights "
+                   "alone save to another --save folder, or give --finetune --no-load-optim")
     agree(context, problem)
+
+
+def _kind(bitfit: bool | None, terms: Sequence[str] | None) -> str:
+    """What trains, in the words of the command line."""
+    if not bitfit:
+        return "full training"
+    return f"--bitfit --bitfit-bias-terms {'all' if set(terms or BIAS_TERMS) == set(BIAS_TERMS) else ' '.join(terms)}"
 
 
 def resume(engine, plan: LoadPlan, stored: dict, streams) -> Progress:

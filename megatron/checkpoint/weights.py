@@ -10,6 +10,7 @@ from megatron.checkpoint import files
 from megatron.errors import RunError
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.tags import ParamTag, shard, tag_of, unshard
+from megatron.partial_bias import is_slice, separate_again
 
 
 def load_weights(model, folder: Path, context: ParallelContext) -> None:
@@ -39,7 +40,7 @@ def synchronize_tied(model) -> None:
 
 @torch.no_grad()
 def _fill(layer: torch.nn.Module, shares: list[dict], paths: list[Path], context: ParallelContext) -> None:
-    params = dict(layer.named_parameters())
+    params = {name: param for name, param in layer.named_parameters() if not is_slice(param)}
     buffers = {name for name, _ in layer.named_buffers()}
     for share, path in zip(shares, paths):
         if missing := sorted(params.keys() - share.keys()):
@@ -58,6 +59,7 @@ def _fill(layer: torch.nn.Module, shares: list[dict], paths: list[Path], context
             raise RunError(f"{name} in {paths[0]} has shape {tuple(mine.shape)} on this rank, the model "
                            f"wants {tuple(param.shape)}; check the architecture flags")
         param.copy_(mine)
+    separate_again(layer)
 
 
 def merge_shares(name: str, shares: list[torch.Tensor], tag: ParamTag, paths: list[Path]) -> torch.Tensor:
