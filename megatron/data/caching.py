@@ -45,7 +45,16 @@ def atomic_file(path: str) -> Iterator[BinaryIO]:
         raise
 
 
-def _load(path: str, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray | None:
+#: dtype and shape; None stands for any length along that dimension
+Expected = tuple[np.dtype, tuple[int | None, ...]]
+
+
+def _fits(array: np.ndarray, dtype: np.dtype, shape: tuple[int | None, ...]) -> bool:
+    return (array.dtype == dtype and array.ndim == len(shape)
+            and all(due in (None, length) for due, length in zip(shape, array.shape)))
+
+
+def _load(path: str, dtype: np.dtype, shape: tuple[int | None, ...]) -> np.ndarray | None:
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
@@ -53,7 +62,7 @@ def _load(path: str, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray | No
     except (OSError, ValueError, EOFError) as error:
         logger.warning("index cache %s cannot be read (%s); it is built again", path, error)
         return None
-    if array.dtype != dtype or array.shape != shape:
+    if not _fits(array, dtype, shape):
         logger.warning("index cache %s holds %s %s where %s %s is due; it is built again",
                        path, array.dtype, array.shape, dtype, shape)
         return None
@@ -79,7 +88,7 @@ def _one_builder(folder: str) -> Iterator[None]:
             os.close(descriptor)
 
 
-def cached_arrays(stem: str, expected: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
+def cached_arrays(stem: str, expected: Mapping[str, Expected],
                   build: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """Arrays ``<stem>_<key>.npy`` for each key of ``expected``, memory-mapped; built when absent.
 
@@ -104,7 +113,7 @@ def cached_arrays(stem: str, expected: Mapping[str, tuple[np.dtype, tuple[int, .
             return found
         built = build()
         for key, (dtype, shape) in expected.items():
-            if built[key].dtype != dtype or built[key].shape != shape:
+            if not _fits(built[key], dtype, shape):
                 raise AssertionError(f"{key}: built {built[key].dtype} {built[key].shape}, "
                                      f"expected {dtype} {shape}")
         try:
