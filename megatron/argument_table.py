@@ -216,6 +216,10 @@ USED: dict[str, tuple[Flag, ...]] = {
               aliases=("--local-rank",)),
         _switch("--use-cpu-initialization", "draw whole weights on the CPU, then slice: equal at any TP"),
         _used("--deepspeed_config", str, help="DeepSpeed JSON; must agree with the flags, may be left out"),
+        _switch("--sync-tp-duplicated-parameters",
+                "compare what all TP ranks hold alike (LayerNorms, row biases) each iteration, repair from TP rank 0"),
+        _used("--check-tp-duplicated-parameters", count, 0,
+              "compare it every N iterations and name what differs; 0 for never"),
         _used("--zero-stage", int, 1, "0 or 1; optimizer state is sharded (stage 1) in either case"),
     ),
     "validation and logging": (
@@ -269,7 +273,6 @@ USED: dict[str, tuple[Flag, ...]] = {
 }
 
 NO_EFFECT: tuple[Flag, ...] = (
-    _idle("--sync-tp-duplicated-parameters", "the TP copies of LayerNorms and row biases stay bit-equal without it"),
     _idle("--train-tokens", "never ended a run; --train-iters or --train-samples does", count),
     _idle("--log-num-zeros-in-grad", "DeepSpeed does not count them: the field is always 0.0"),
     _idle("--deepspeed", "always on"),

@@ -99,6 +99,10 @@ class ParallelConfig:
     """nccl or gloo; nccl falls back to gloo where no accelerator is visible"""
     scatter_gather_tensors_in_pipeline: bool = True
     """split activations over TP before they cross a stage boundary"""
+    sync_tp_duplicated_parameters: bool = False
+    """overwrite copies that differ over TP with those of TP rank 0"""
+    check_tp_duplicated_parameters: int = 0
+    """iterations between comparisons of these copies; 0: each one when they are synced, else none"""
 
     @property
     def data_parallel_size(self) -> int:
@@ -131,12 +135,12 @@ class OptimizerConfig:
     sgd_momentum: float = 0.9
     bitfit: bool = False
     """train only the biases (BitFit, arXiv 2106.10199); everything else is frozen"""
+    bitfit_bias_terms: tuple[str, ...] = BIAS_TERMS
+    """which biases train under bitfit, in the order of BIAS_TERMS"""
     zero_stage: int = 1
     """as asked for; the engine always shards optimizer state (stage 1) and says so"""
     loss_scale: float | None = None
     """fp16 only; None means dynamic"""
-    bitfit_bias_terms: tuple[str, ...] = BIAS_TERMS
-    """which biases train under bitfit, in the order of BIAS_TERMS"""
     initial_loss_scale: float = 2.0**32
     min_loss_scale: float = 1.0
     loss_scale_window: int = 1000

@@ -117,6 +117,11 @@ class TensorBoardWriter:
             self._scalar(f"lm-loss-validation/{group}/lm loss validation ppl", ppl, axes)
         self._writer.flush()
 
+    def log_differing_copies(self, count: int, iteration: int) -> None:
+        """How many tensors were not the same on all TP ranks at one check."""
+        if self._writer is not None:
+            self._scalar("replicas/tensors that differ over TP", count, {"": iteration})
+
     def close(self) -> None:
         """Write out what is queued."""
         if self._writer is not None:

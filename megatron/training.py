@@ -34,6 +34,7 @@ from megatron.metrics import LossWindow, Timers, params_norm, peak_memory_bytes
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.random import seed_everything
 from megatron.optimizer.batch_size import BatchSizeSchedule, training_iterations
+from megatron.replicas import Replicas
 from megatron.tensorboard import TensorBoardWriter
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.padding import padded_vocab_size
@@ -62,6 +63,7 @@ class Run:
     writer: TensorBoardWriter
     engine: Any = None
     schedule: Any = None
+    replicas: Any = None
     started: float = field(default_factory=time.monotonic)
     last_saved: int = -1
     timers: Timers = field(default_factory=Timers)
@@ -101,6 +103,8 @@ def pretrain(settings: Settings, task: Task) -> None:
         run.say_last(log_lines.loaded_line(plan.folder, run.progress.iteration))
         if plan.resume and plan.progress:
             run.last_saved = run.progress.iteration
+    run.replicas = Replicas(run.engine, context, settings, run.writer)
+    run.replicas.start(run.progress.iteration)
     run.writer.log_restart(run.progress.iteration, context.world_size)
     datasets = _datasets(run, task)
     to_batch = task.batch(settings, tokenizer)
@@ -247,6 +251,7 @@ def train(run: Run, rows: Iterator | None, valid: dict[str, Iterator | None]) ->
         else:
             loss, skipped = _step(run, rows, size)
             line.add(loss, skipped, size)
+        run.replicas.after(progress.iteration)
         paused = time.monotonic()
         if valid and settings.train.eval_iters and progress.iteration % settings.train.eval_interval == 0:
             for name, group_rows in valid.items():

@@ -16,7 +16,7 @@ from megatron.arguments import accepted_without_effect, build_parser, format_arg
 DEFAULTS = {
     "ffn-hidden-size": None, "kv-channels": None, "max-position-embeddings": None,
     "make-vocab-size-divisible-by": 128, "pad-vocab-size-to": None, "layernorm-epsilon": 1e-5,
-    "embed-layernorm": False, "sync-tp-duplicated-parameters": False,
+    "embed-layernorm": False, "sync-tp-duplicated-parameters": False, "check-tp-duplicated-parameters": 0,
     "apply-residual-connection-post-layernorm": False, "openai-gelu": False, "onnx-safe": None,
     "position-embedding-type": "absolute", "glu-activation": None, "kill-switch-path": None,
     "log-level": None, "log-level-replica": None, "attention-dropout": .1, "hidden-dropout": .1,

@@ -117,7 +117,8 @@ def test_the_pretraining_launch_lines_parse(tmp_path, size, ranks, tp, pp, mbs, 
     assert s.optimizer.zero_stage == stage
     assert s.optimizer.initial_loss_scale == (4096 if dtype == "fp16" else 2.0**32)
     assert s.optimizer.loss_scale_window == (500 if dtype == "fp16" else 1000)
-    assert accepted_without_effect(s) == ["--sync-tp-duplicated-parameters", "--deepspeed",
+    assert s.parallel.sync_tp_duplicated_parameters
+    assert accepted_without_effect(s) == ["--deepspeed",
                                           "--deepspeed-activation-checkpointing",
                                           "--abort-on-unmet-fused-kernel-constraints"]
 
