@@ -86,7 +86,7 @@ def parse_training_line(text: str) -> dict[str, float | int | str] | None:
     if found is None:
         return None
     values: dict[str, float | int | str] = {"iteration": int(found[1]), "train_iters": int(found[2])}
-    for part in found[3].split("|"):
+    for part in found[3].split("|")[:-1]:  # what no bar ends is cut off, its value perhaps too
         label, separator, value = part.partition(": ")
         if not separator:
             continue
