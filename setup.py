@@ -38,6 +38,7 @@ setup(
     extras_require={
         "test": ["pytest>=8,<10", *QUICKSTART],
         "quickstart": QUICKSTART,
+        "benchmark": ["peft>=0.17,<0.22"],
         "dev": ["ruff>=0.17,<0.18"],
     },
     # optional: setuptools does not miss the file when it was not built
