@@ -154,10 +154,10 @@ def test_a_last_line_without_line_break_and_a_byte_order_mark_are_fine(job):
     assert read(job.folder)[0] == [[[97]], [[98]]]
 
 
-def test_inputs_and_targets_stay_in_step(job, capsys):
+def test_datasets_of_several_keys_stay_in_step(job, capsys):
     pairs = [("q1", "a1"), ("", "a2"), ("q3", ""), ("q4", "a4"), ("", "")]
-    assert job([{"inputs": i, "targets": t} for i, t in pairs], "--json-keys", "inputs", "targets", "--append-eod") == 0
-    for name, side in (("inputs", 0), ("targets", 1)):
+    assert job([{"left": i, "right": t} for i, t in pairs], "--json-keys", "left", "right", "--append-eod") == 0
+    for name, side in (("left", 0), ("right", 1)):
         assert read(job.folder, f"d_{name}_document")[0] == [
             [[*pair[side].encode(), EOD]] for pair in pairs if all(pair)]
     assert "skipped 3 (empty text)" in capsys.readouterr().out

@@ -4,11 +4,17 @@ Each line of --input is one JSON object; the text under each of --json-keys beco
 document of the dataset <output-prefix>_<key>_document (_sentence with --split-sentences).
 Documents keep their order, and the files are the same bytes for any number of workers.
 
-A line is kept or dropped as a whole, so datasets of several keys (--json-keys inputs
-targets) stay in step. Lines with an empty text under a key, also with --append-eod, and
-blank lines are skipped and counted. A line that is no JSON object with a string under each
-key ends the job with its file and line number, or is skipped and counted with
---skip-invalid. Without a single document the job fails. When it fails, no file is written.
+A line is kept or dropped as a whole, so datasets of several keys stay in step. Lines with
+an empty text under a key, also with --append-eod, and blank lines are skipped and counted.
+A line that is no JSON object with a string under each key ends the job with its file and
+line number, or is skipped and counted with --skip-invalid. Without a single document the
+job fails. When it fails, no file is written.
+
+Pairs for finetune_t0.py: --json-keys inputs targets makes both sides in one pass, and
+--append-eod, --append-bos and --prepend-space then apply to the targets only. One pass per
+side (--json-key inputs, then --json-key targets with its own flags and the same
+--output-prefix) gives the same files. Either way a line with an empty or missing side
+(absent or null) is left out of both and counted.
 """
 
 from __future__ import annotations
@@ -32,10 +38,16 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config import TokenizerConfig
-from megatron.data.indexed_dataset import IndexedDatasetWriter, best_dtype
+from megatron.data.indexed_dataset import (
+    IndexedDataset,
+    IndexedDatasetWriter,
+    best_dtype,
+    dataset_exists,
+    publish_together,
+)
 from megatron.errors import RunError
 from megatron.tokenizer import TYPES, UNSUPPORTED_TYPES, Tokenizer, build_tokenizer
-from megatron.tokenizer.encode import INVALID, EncodeOptions, Skipped, encode_line, open_jsonl
+from megatron.tokenizer.encode import INVALID, PAIR, EncodeOptions, Skipped, encode_line, holds_pairs, open_jsonl
 from megatron.tokenizer.padding import padded_vocab_size
 
 CHUNK_LINES = 25
@@ -43,6 +55,7 @@ CHUNK_BYTES = 1 << 20
 CHUNKS_PER_WORKER = 4
 BYTES_IN_FLIGHT = 64 << 20
 LOCATIONS_SHOWN = 10
+PAIR_SEARCH_LINES = 1000
 
 
 def parser() -> argparse.ArgumentParser:
@@ -271,26 +284,66 @@ def _tokenizer(args: argparse.Namespace) -> Tokenizer:
 def preprocess(args: argparse.Namespace) -> Tally:
     """Do what the parsed command line says. Raises RunError, OSError or ValueError; no file is written then."""
     _check(args)
-    options = EncodeOptions(keys=tuple(args.json_keys), split_sentences=args.split_sentences,
-                            keep_newlines=args.keep_newlines, append_eod=args.append_eod,
-                            append_bos=args.append_bos, prepend_space=args.prepend_space)
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(open_jsonl(args.input))
+        options, lines = _options(args, file)
         tokenizer = _tokenizer(args)
+        if options.pairs:
+            _explain_pairs(options)
         level = "sentence" if args.split_sentences else "document"
         prefixes = {key: f"{args.output_prefix}_{key}_{level}" for key in options.keys}
         os.makedirs(os.path.dirname(os.path.abspath(args.output_prefix)), exist_ok=True)
         writers = [stack.enter_context(IndexedDatasetWriter(prefix, best_dtype(tokenizer.vocab_size)))
                    for prefix in prefixes.values()]
         tally = Tally(args.input, args.log_interval)
-        results = encode_in_order(chunks(file), tokenizer, options, args.workers)
+        results = encode_in_order(chunks(lines), tokenizer, options, args.workers)
         with contextlib.closing(results):
             _write(results, writers, options, tally, args.skip_invalid)
         if not tally.documents:
             raise RunError("; ".join([f"--input {args.input} gave no document ({tally.lines} lines)",
                                       *tally.skip_lines()]))
+        publish_together(writers)
     print(tally.summary(prefixes), flush=True)
+    if options.pairs:
+        _compare_sides(args.output_prefix)
     return tally
+
+
+def _options(args: argparse.Namespace, file: Iterable[bytes]) -> tuple[EncodeOptions, Iterable[bytes]]:
+    """How to encode, and the lines of ``file``: with one side of a pair asked for, they say whether there are pairs."""
+    keys, lines = tuple(args.json_keys), file
+    both = set(keys) == set(PAIR)
+    if both and args.split_sentences:
+        raise RunError("--split-sentences does not go with --json-keys inputs targets: each side of a pair is one "
+                       "sequence")
+    pairs = both
+    if len(keys) == 1 and keys[0] in PAIR and not args.split_sentences:
+        # not the first line alone: it may be one that is left out
+        head = list(itertools.islice(file, PAIR_SEARCH_LINES))
+        lines, pairs = itertools.chain(head, file), holds_pairs(head)
+    return EncodeOptions(keys=keys, split_sentences=args.split_sentences, keep_newlines=args.keep_newlines,
+                         append_eod=args.append_eod, append_bos=args.append_bos, prepend_space=args.prepend_space,
+                         dressed=("targets",) if both else None, pairs=pairs), lines
+
+
+def _explain_pairs(options: EncodeOptions) -> None:
+    print("pairs of inputs and targets: a line with an empty or missing side is left out of both")
+    given = [f"--{name.replace('_', '-')}" for name in ("append_eod", "append_bos", "prepend_space")
+             if getattr(options, name)]
+    if options.dressed and given:
+        print(f"{', '.join(given)}: on targets only (one pass per side takes other flags for each)")
+
+
+def _compare_sides(output_prefix: str) -> None:
+    """Read both sides of the pairs back, where they exist, and warn when they do not match."""
+    prefixes = [f"{output_prefix}_{side}_document" for side in PAIR]
+    if all(map(dataset_exists, prefixes)):
+        inputs, targets = (len(IndexedDataset(prefix)) for prefix in prefixes)
+        if inputs == targets:
+            print(f"{inputs} pairs: both sides are in step", flush=True)
+        else:
+            print(f"warning: {prefixes[0]} has {inputs} documents and {prefixes[1]} {targets}; "
+                  "make the side that is older again, from the same --input", file=sys.stderr, flush=True)
 
 
 def _write(results: Iterator[tuple[Chunk, list[Result]]], writers: list[IndexedDatasetWriter],

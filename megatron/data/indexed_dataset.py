@@ -203,7 +203,8 @@ class IndexedDatasetWriter:
     """Writes ``<prefix>.bin`` and ``.idx``; both appear when the ``with`` block ends without exception.
 
     After an exception nothing is left behind, and an older dataset of that name
-    is untouched. ``dtype`` is an integer type (see ``best_dtype``).
+    is untouched. ``dtype`` is an integer type (see ``best_dtype``). Datasets that
+    belong together are published together: see ``publish_together``.
     """
 
     def __init__(self, prefix: str, dtype: np.dtype | type | str) -> None:
@@ -213,31 +214,47 @@ class IndexedDatasetWriter:
                              f"{', '.join(str(each) for each in WRITABLE)}")
         self.prefix, self.dtype = prefix, dtype
         self._sizes, self._marks = array("i"), array("q", [0])
+        self._complete = False
+
+    @property
+    def documents(self) -> int:
+        """Documents added so far."""
+        return len(self._marks) - 1
 
     def __enter__(self):
         self._bin_name = temporary_name(self.prefix + ".bin")
+        self._index_name = temporary_name(self.prefix + ".idx")
         self._bin = open(self._bin_name, "xb")
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        index_name = temporary_name(self.prefix + ".idx")
         try:
             if kind is None:
-                with open(index_name, "xb") as index:
-                    self._write_index(index)
-                    flush_to_disk(index)
-                flush_to_disk(self._bin)
-                self._bin.close()
-                # an older index must never stand beside the new tokens
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(self.prefix + ".idx")
+                self.complete()
+                self.withdraw_older()
                 os.replace(self._bin_name, self.prefix + ".bin")
-                os.replace(index_name, self.prefix + ".idx")
+                os.replace(self._index_name, self.prefix + ".idx")
         finally:
             self._bin.close()
-            for name in (self._bin_name, index_name):
+            for name in (self._bin_name, self._index_name):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(name)
+
+    def complete(self) -> None:
+        """Bring both files to the disk under temporary names; all that is left to do is to rename them."""
+        if self._complete:
+            return
+        with open(self._index_name, "xb") as index:
+            self._write_index(index)
+            flush_to_disk(index)
+        flush_to_disk(self._bin)
+        self._bin.close()
+        self._complete = True
+
+    def withdraw_older(self) -> None:
+        """Take away the index of an older dataset, which must never stand beside the new tokens."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.prefix + ".idx")
 
     def add_document(self, tokens: Sequence[int] | np.ndarray | Sequence[Sequence[int]]) -> None:
         """Append one document: a flat list of token ids, or a list of such lists, one per sequence.
@@ -285,3 +302,19 @@ class IndexedDatasetWriter:
         index.write(sizes.astype("<i4").tobytes())
         index.write(byte_offsets(sizes, self.dtype.itemsize).astype("<i8").tobytes())
         index.write(np.frombuffer(self._marks, np.int64).astype("<i8").tobytes())
+
+
+def publish_together(writers: Sequence[IndexedDatasetWriter]) -> None:
+    """Prepare writers of datasets with equal numbers of documents; call it last in their ``with`` block.
+
+    Raises ValueError when the numbers differ. Nothing of the writing can fail
+    afterwards, and at no moment do new and older datasets stand side by side as if
+    they belonged together: a job killed meanwhile leaves one without an index.
+    """
+    if len({writer.documents for writer in writers}) > 1:
+        raise ValueError("datasets that belong together differ in documents: "
+                         + ", ".join(f"{writer.prefix} has {writer.documents}" for writer in writers))
+    for writer in writers:
+        writer.complete()
+    for writer in writers:
+        writer.withdraw_older()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
 
@@ -14,7 +14,10 @@ from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.sentences import split_sentences
 
 #: why a line gave no document. The first kind is a fault of the file, the others are not.
-INVALID, BLANK, EMPTY = "invalid line", "blank line", "empty text"
+INVALID, BLANK, EMPTY, HALF = "invalid line", "blank line", "empty text", "half of a pair missing"
+
+#: keys of the two sides of a pair (multitask prompted fine-tuning)
+PAIR = ("inputs", "targets")
 
 _BOM = b"\xef\xbb\xbf"
 _PACKED = {b"\x28\xb5\x2f\xfd": "zstd", b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"PK\x03\x04": "zip"}
@@ -31,18 +34,25 @@ class EncodeOptions:
     append_bos: bool = False
     """append the bos id at the END; without effect beside append_eod"""
     prepend_space: bool = False
+    dressed: tuple[str, ...] | None = None
+    """keys that append_eod, append_bos and prepend_space apply to; None: all"""
+    pairs: bool = False
+    """lines hold pairs: one counts only with a text under both keys of PAIR, whichever of them ``keys`` names"""
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """A line without a document: ``reason`` is INVALID, BLANK or EMPTY, ``detail`` says what exactly."""
+    """A line without a document: ``reason`` is INVALID, BLANK, EMPTY or HALF, ``detail`` says what exactly."""
 
     reason: str
     detail: str = ""
 
 
-def parse_line(line: bytes, keys: Sequence[str]) -> list[str] | Skipped:
-    """The texts under ``keys`` of one line, a JSON object in UTF-8; or why there are none."""
+def parse_line(line: bytes, keys: Sequence[str], *, pairs: bool = False) -> list[str] | Skipped:
+    """The texts under ``keys`` of one line, a JSON object in UTF-8; or why there are none.
+
+    With ``pairs`` a line where only some of the keys are absent or null is HALF, not INVALID.
+    """
     if not line.strip():
         return Skipped(BLANK)
     try:
@@ -55,6 +65,9 @@ def parse_line(line: bytes, keys: Sequence[str]) -> list[str] | Skipped:
         return Skipped(INVALID, f"is JSON that cannot be read: {error}")
     if not isinstance(record, dict):
         return Skipped(INVALID, f"holds {_kind(record)}; each line must be one JSON object")
+    absent = [key for key in keys if record.get(key) is None]
+    if pairs and 0 < len(absent) < len(keys):
+        return Skipped(HALF, f"nothing under {', '.join(map(repr, absent))}")
     texts = []
     for key in keys:
         if key not in record:
@@ -71,15 +84,27 @@ def encode_line(line: bytes, tokenizer: Tokenizer, options: EncodeOptions) -> li
     One sequence per key, or one per sentence with ``split_sentences``. A line is kept
     or dropped as a whole, so the datasets of several keys stay in step: when the text
     under one key is empty or encodes to nothing (whether or not an eod would be
-    appended), the line is Skipped as EMPTY.
+    appended), the line is Skipped as EMPTY. With ``pairs`` that holds for both sides
+    of the pair, also when only one is encoded: two passes over a file, one per side,
+    drop the same lines as one pass.
     """
-    texts = parse_line(line, options.keys)
+    wanted = PAIR if options.pairs else options.keys
+    texts = parse_line(line, wanted, pairs=options.pairs)
     if isinstance(texts, Skipped):
         return texts
+    by_key = dict(zip(wanted, texts))
+    if options.pairs:
+        for key, text in by_key.items():
+            try:
+                if not _has_tokens(text, tokenizer):
+                    return Skipped(EMPTY, f"nothing to encode under {key!r}")
+            except ValueError as error:
+                return Skipped(INVALID, f"has a text under {key!r} that cannot be encoded: {error}")
     document = []
-    for key, text in zip(options.keys, texts):
+    for key in options.keys:
+        dressed = options.dressed is None or key in options.dressed
         try:
-            sequences = _encode_text(text, tokenizer, options)
+            sequences = _encode_text(by_key[key], tokenizer, options, dressed)
         except ValueError as error:
             return Skipped(INVALID, f"has a text under {key!r} that cannot be encoded: {error}")
         if not sequences:
@@ -88,14 +113,28 @@ def encode_line(line: bytes, tokenizer: Tokenizer, options: EncodeOptions) -> li
     return document
 
 
-def _encode_text(text: str, tokenizer: Tokenizer, options: EncodeOptions) -> list[list[int]]:
+def _has_tokens(text: str, tokenizer: Tokenizer) -> bool:
+    """Whether ``text`` as it stands encodes to something; ValueError for what is no text."""
+    text.encode()
+    # the start of a text nearly always decides, and costs little where only the other side is written
+    return bool(text) and bool(tokenizer.tokenize(text[:64]) or tokenizer.tokenize(text))
+
+
+def holds_pairs(lines: Iterable[bytes]) -> bool:
+    """Whether one of ``lines`` has a text under both keys of PAIR."""
+    return any(not isinstance(parse_line(line, PAIR), Skipped) for line in lines)
+
+
+def _encode_text(text: str, tokenizer: Tokenizer, options: EncodeOptions, dressed: bool) -> list[list[int]]:
     parts = split_sentences(text, options.keep_newlines) if options.split_sentences else [text] * bool(text)
-    if options.prepend_space and parts:
+    if options.prepend_space and dressed and parts:
         parts[0] = " " + parts[0]
     sequences = [ids for part in parts if (ids := tokenizer.tokenize(part))]
-    if sequences and options.append_eod:
+    if not (sequences and dressed):
+        return sequences
+    if options.append_eod:
         sequences[-1].append(tokenizer.eod)
-    elif sequences and options.append_bos:
+    elif options.append_bos:
         sequences[-1].append(tokenizer.bos)
     return sequences
 
