@@ -28,6 +28,8 @@ BASE = "HF BitFit"
 #: relative differences of the loss that rounding explains: first step (same weights), second (after an update)
 TOLERANCE = {"fp32": (1e-5, 1e-4), "bf16": (1e-2, 2e-2)}
 CLIP = 1.0
+FULL_SHAPE = common.Shape(layers=8, hidden=512, heads=8, vocabulary=8192, length=512, batch=2)
+QUICK_SHAPE = common.Shape(layers=2, hidden=64, heads=4, vocabulary=256, length=64, batch=2)
 
 
 @dataclass
@@ -146,13 +148,9 @@ def check_equal_losses(contenders: dict[str, Contender], dtype: str) -> None:
 
 def command_line():
     made = common.parser(__doc__, repetitions=9)
-    for flag, default, meaning in (("layers", 8, "transformer blocks"), ("hidden", 512, "hidden size"),
-                                   ("heads", 8, "attention heads"), ("vocabulary", 8192, "token ids"),
-                                   ("length", 512, "tokens of a sequence"), ("batch", 2, "sequences of a step"),
-                                   ("lora-rank", 8, "rank of the LoRA matrices")):
-        made.add_argument(f"--{flag}", type=common.positive, default=default, metavar="N",
-                          help=f"{meaning} (default %(default)s)")
-    made.add_argument("--dtype", choices=sorted(TOLERANCE), default="fp32", help="of the parameters (default %(default)s)")
+    common.shape_options(made, FULL_SHAPE, QUICK_SHAPE)
+    made.add_argument("--lora-rank", type=common.positive, default=8, metavar="N",
+                      help="rank of the LoRA matrices (default %(default)s)")
     made.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="NAME",
                       help=f"only these of: {', '.join(VARIANTS)} (quoted); {BASE} always runs")
     return made
@@ -160,12 +158,7 @@ def command_line():
 
 def main(arguments=None) -> None:
     options = common.parse(command_line(), arguments)
-    if options.quick:
-        options.layers, options.hidden, options.heads, options.vocabulary, options.length = 2, 64, 4, 256, 64
-    from our_trainer import Shape
-
-    shape = Shape(layers=options.layers, hidden=options.hidden, heads=options.heads, vocabulary=options.vocabulary,
-                  length=options.length, batch=options.batch, dtype=options.dtype)
+    shape = common.shape_of(options)
     names = [name for name in VARIANTS if name in options.variants or name == BASE]
     common.progress(f"building {', '.join(names)}: {shape.text()}")
     contenders = build(shape, names, lora_rank=options.lora_rank)

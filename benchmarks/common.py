@@ -8,6 +8,7 @@ between times measured side by side, and summarised only then.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import platform
@@ -80,6 +81,58 @@ def synchronized(work: Callable[[], object]) -> Callable[[], object]:
         return result
 
     return call
+
+
+# --- shapes ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Of one model and its micro-batch."""
+
+    layers: int
+    hidden: int
+    heads: int
+    vocabulary: int
+    length: int
+    batch: int
+    """samples of the one micro-batch of a step, per replica"""
+    dtype: str = "fp32"
+    checkpointing: bool = False
+    dropout: float = 0.0
+    positions: str = "alibi"
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.length
+
+    def text(self) -> str:
+        return (f"{self.layers} layers, hidden {self.hidden}, {self.heads} heads, vocabulary {self.vocabulary}, "
+                f"sequence {self.length}, micro-batch {self.batch}, {self.dtype}")
+
+
+SHAPE_FLAGS = {"layers": "transformer blocks", "hidden": "hidden size", "heads": "attention heads",
+               "vocabulary": "token ids", "length": "tokens of a sequence", "batch": "sequences of a micro-batch"}
+
+
+def shape_options(made: argparse.ArgumentParser, defaults: Shape, quick: Shape) -> None:
+    """Flags for the size of the model and for its dtype; --quick has sizes of its own."""
+    for flag, meaning in SHAPE_FLAGS.items():
+        made.add_argument(f"--{flag}", type=positive, metavar="N",
+                          help=f"{meaning} (default {getattr(defaults, flag)}, with --quick {getattr(quick, flag)})")
+    made.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32",
+                      help="of the parameters (default %(default)s)")
+    made.set_defaults(full_shape=defaults, quick_shape=quick)
+
+
+def shape_of(options: argparse.Namespace) -> Shape:
+    """The shape that the flags ask for; they lose their None."""
+    chosen = options.quick_shape if options.quick else options.full_shape
+    del options.quick_shape, options.full_shape
+    for flag in SHAPE_FLAGS:
+        if getattr(options, flag) is None:
+            setattr(options, flag, getattr(chosen, flag))
+    return dataclasses.replace(chosen, dtype=options.dtype, **{flag: getattr(options, flag) for flag in SHAPE_FLAGS})
 
 
 # --- command line and output ------------------------------------------------------------------

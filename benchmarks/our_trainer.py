@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import common  # noqa: F401  puts the repository on the path
 import torch
+from common import Shape
 
 from megatron.config import (
     CheckpointConfig,
@@ -23,31 +23,6 @@ from megatron.config import (
     TokenizerConfig,
     TrainConfig,
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """Of one model and its micro-batch."""
-
-    layers: int
-    hidden: int
-    heads: int
-    vocabulary: int
-    length: int
-    batch: int
-    """samples of the one micro-batch of a step, per replica"""
-    dtype: str = "fp32"
-    checkpointing: bool = False
-    dropout: float = 0.0
-    positions: str = "alibi"
-
-    @property
-    def tokens(self) -> int:
-        return self.batch * self.length
-
-    def text(self) -> str:
-        return (f"{self.layers} layers, hidden {self.hidden}, {self.heads} heads, vocabulary {self.vocabulary}, "
-                f"sequence {self.length}, micro-batch {self.batch}, {self.dtype}")
 
 
 def settings_of(shape: Shape, *, bitfit: bool, learning_rate: float = 1e-4, rank: int = 0, world: int = 1) -> Settings:
