@@ -23,7 +23,7 @@ from small_model import (
 )
 
 from megatron.config import ModelConfig
-from megatron.model import hf_names
+from megatron.model import attention, hf_names
 from megatron.model.pipe import GPTModel, build_specs
 from megatron.mpu.random import seed_everything
 from megatron.mpu.tags import shard, tag_of
@@ -293,7 +293,8 @@ def tp_dropout(context):
         settings = config(num_layers=1, **{which: 0.5})
         model = build(settings, context)
         masks = []
-        plain = F.dropout if equal else F.scaled_dot_product_attention
+        owner, name = (F, "dropout") if equal else (attention, "blocked_attention")
+        plain = getattr(owner, name)
 
         def record(*args, plain=plain, masks=masks, **given):
             before = torch.get_rng_state()
@@ -302,10 +303,9 @@ def tp_dropout(context):
                 masks.append(before)
             return result
 
-        name = plain.__name__
-        setattr(F, name, record)
+        setattr(owner, name, record)
         model(batch()[0])
-        setattr(F, name, plain)
+        setattr(owner, name, plain)
         drawn = torch.cat(masks)
         both = [torch.empty_like(drawn) for _ in range(2)]
         torch.distributed.all_gather(both, drawn)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.config import ModelConfig
+from megatron.model.blocked_attention import Visibility, blocked_attention
 from megatron.model.mlp import output_std
 from megatron.model.positions import PositionCache, rotary_frequencies, rotate
 from megatron.mpu.context import ParallelContext
@@ -55,15 +56,20 @@ class SelfAttention(torch.nn.Module):
         batch, length, _ = x.shape
         width = self.config.kv_channels
         fused = self.query_key_value(x).view(batch, length, self.heads, 3, width)
-        query, key, value = fused.permute(3, 0, 2, 1, 4)  # each [b, heads, s, width]
         if self.config.position_embedding_type == "rotary":
-            tables = self.positions.rotary(length, x.device, query.dtype)
-            query, key = rotate(query, tables), rotate(key, tables)
+            tables = self.positions.rotary(length, x.device, x.dtype)
+            query, key, value = fused.unbind(3)
+            tables = [table[:, None] for table in tables]  # one for all heads of a position
+            fused = torch.stack((rotate(query, tables), rotate(key, tables), value), dim=3)
 
-        attend = self._fused if self.config.masked_softmax_fusion else self._explicit
         dropout = self.config.attention_dropout if self.training else 0.0
         # heads differ between TP ranks, so their dropout must come from the private stream
         with self.streams.fork() if dropout > 0 else contextlib.nullcontext():
+            if self.config.masked_softmax_fusion and x.device.type == "cpu":
+                visibility = Visibility(self.positions.key_bias(length, x.device, x.dtype), segments)
+                return self.dense(blocked_attention(fused, visibility, dropout))
+            attend = self._fused if self.config.masked_softmax_fusion else self._explicit
+            query, key, value = fused.permute(3, 0, 2, 1, 4)  # each [b, heads, s, width]
             mixed = attend(query, key, value, segments, dropout)
         return self.dense(mixed.transpose(1, 2).reshape(batch, length, self.heads * width))
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
 import torch.nn.functional as F
 
 from megatron.config import ModelConfig
+from megatron.model.activations import gelu_tanh
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.random import RandomStreams
 
-PLAIN = {"gelu_tanh": functools.partial(F.gelu, approximate="tanh"), "gelu_erf": F.gelu}
+PLAIN = {"gelu_tanh": gelu_tanh, "gelu_erf": F.gelu}
 #: what the gate goes through in the variants of arXiv 2002.05202
 GATES = {"liglu": lambda gate: gate, "geglu": F.gelu, "reglu": F.relu, "swiglu": F.silu}
 

@@ -41,7 +41,10 @@ def rotary_tables(length: int, width: int, device: torch.device,
 
 
 def rotate(x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Turn ``x`` [..., length, width] by its position; dimension i pairs with i + width/2."""
+    """Turn ``x`` [..., width] by its position; dimension i pairs with i + width/2.
+
+    ``tables`` are the cosines and sines, of a shape that broadcasts to that of ``x``.
+    """
     cosines, sines = tables
     first, second = x.chunk(2, dim=-1)
     return x * cosines + torch.cat((-second, first), dim=-1) * sines
@@ -78,8 +81,7 @@ class PositionCache:
         when j <= i and, with ``segments`` (int64 [b, length]), both lie in one segment.
         Padding is a segment like any other: its rows carry no loss and no other row sees
         them, and so no row is without a visible key. ALiBi counts row positions; within
-        a segment the difference is a constant per query, to which softmax is blind. The
-        product slope * j is formed in fp32 and then rounded, as in existing checkpoints.
+        a segment the difference is a constant per query, to which softmax is blind.
         """
         key = (length, device, dtype)
         # the segments seen last are kept, so an equal address means the same memory
@@ -94,11 +96,21 @@ class PositionCache:
         if self._slopes is None:
             bias = torch.zeros(visible.shape, dtype=dtype, device=device)
         else:
-            bias = self._slopes.to(device)[:, None] * positions.float()
-            bias = bias.to(dtype)[None, :, None, :]
+            bias = self.key_bias(length, device, dtype).to(dtype)[None, :, None, :]
         self._bias = bias.masked_fill(~visible, -torch.inf)
         self._bias_for, self._segments = key, segments
         return self._bias
+
+    def key_bias(self, length: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor | None:
+        """ALiBi alone, fp32 [heads / TP, length], the same for every query; None where not used.
+
+        The product slope * j is formed in fp32 and rounded to ``dtype``, as existing
+        checkpoints were trained.
+        """
+        if self._slopes is None:
+            return None
+        positions = torch.arange(length, dtype=torch.float32, device=device)
+        return (self._slopes.to(device)[:, None] * positions).to(dtype).float()
 
     def rotary(self, length: int, device: torch.device,
                dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,8 +1,7 @@
 """Tensor-parallel linear layers and embedding (Megatron-LM, arXiv 1909.08053, section 3).
 
-All matrix products go through ``torch.nn.functional.linear``: autograd then computes
-no weight gradient for a frozen weight and does not keep the layer's input for it,
-while the bias and the input still get their gradients.
+All matrix products go through ``megatron.mpu.linear``: a frozen weight costs no weight
+gradient and keeps no input, while the bias and the input still get their gradients.
 """
 
 from __future__ import annotations
@@ -12,8 +11,9 @@ import torch.nn.functional as F
 from deepspeed.accelerator import get_accelerator
 
 from megatron.config import ModelConfig
-from megatron.mpu.collectives import copy_to_tp, reduce_from_tp
+from megatron.mpu.collectives import reduce_from_tp
 from megatron.mpu.context import ParallelContext
+from megatron.mpu.linear import linear
 from megatron.mpu.random import RandomStreams
 from megatron.mpu.tags import REPLICATED, ParamTag, shard, tag_parameter
 
@@ -91,7 +91,7 @@ class ColumnParallelLinear(torch.nn.Module):
         self.bias = constant_parameter((local,), 0.0, tag=tag, config=config) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(copy_to_tp(x, self.context), self.weight, self.current_bias())
+        return linear(x, self.weight, self.current_bias(), self.context, sum_input_gradients=True)
 
     def current_bias(self) -> torch.Tensor | None:
         """The bias this forward adds, [out_features / TP]; a place where another one can be put in."""
@@ -115,10 +115,7 @@ class RowParallelLinear(torch.nn.Module):
         self.bias = constant_parameter((out_features,), 0.0, tag=REPLICATED, config=config) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.context.tp_size == 1:
-            return F.linear(x, self.weight, self.bias)
-        y = reduce_from_tp(F.linear(x, self.weight), self.context)
-        return y if self.bias is None else y + self.bias
+        return linear(x, self.weight, self.bias, self.context, sum_outputs=True)
 
 
 class VocabParallelEmbedding(torch.nn.Module):
@@ -160,4 +157,4 @@ class VocabParallelEmbedding(torch.nn.Module):
 
 def parallel_logits(x: torch.Tensor, table: torch.Tensor, context: ParallelContext) -> torch.Tensor:
     """This rank's columns of ``x E^T``: [..., hidden] with [V / TP, hidden] to [..., V / TP]."""
-    return F.linear(copy_to_tp(x, context), table)
+    return linear(x, table, None, context, sum_input_gradients=True)
