@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from megatron.config import (
+    BIAS_TERMS,
     CheckpointConfig,
     DataConfig,
     LoggingConfig,
@@ -35,6 +36,7 @@ class Case:
     pp: int = 1
     dp: int = 1
     bitfit: bool = False
+    bias_terms: tuple[str, ...] = BIAS_TERMS
     dtype: str = "fp32"
     steps: int = 5
     micro: int = 2
@@ -45,6 +47,7 @@ class Case:
     recompute: bool = False
     embed_layernorm: bool = True
     positions: str = "alibi"
+    activation: str = "gelu_tanh"
     dropout: float = 0.0
     partition: str = "type:transformer"
     layers: int = 4
@@ -74,12 +77,13 @@ def settings_of(case: Case, rank: int = 0) -> Settings:
     model = ModelConfig(num_layers=case.layers, hidden_size=case.hidden, num_attention_heads=case.heads,
                         seq_length=SEQ, vocab_size=VOCAB, padded_vocab_size=96,
                         position_embedding_type=case.positions, max_position_embeddings=SEQ,
-                        embed_layernorm=case.embed_layernorm, attention_dropout=case.dropout,
+                        embed_layernorm=case.embed_layernorm, activation=case.activation, attention_dropout=case.dropout,
                         hidden_dropout=case.dropout, init_method_std=0.2, params_dtype=case.dtype,
                         checkpoint_activations=case.recompute, use_cpu_initialization=True,
                         reset_attention_mask=case.reset_mask)
     optimizer = OptimizerConfig(optimizer=case.optimizer, lr=case.lr, lr_decay_style=case.decay, override_lr_scheduler=case.override,
                                 clip_grad=case.clip, bitfit=case.bitfit, weight_decay=case.weight_decay,
+                                bitfit_bias_terms=case.bias_terms,
                                 zero_stage=case.zero_stage,
                                 initial_loss_scale=2.0**case.initial_scale_power)
     train = TrainConfig(micro_batch_size=case.micro, global_batch_size=case.global_batch,
@@ -167,6 +171,7 @@ def reference_run(case: Case, base: str) -> dict:
         layer.load_state_dict(torch.load(path, weights_only=True))
     if case.bitfit:
         freeze(model)
+        keep_terms(model, case)
     params = [param for param in model.parameters() if param.requires_grad]
     decayed = [param for param in params if param.dim() > 1]
     plain = [param for param in params if param.dim() <= 1]
@@ -199,6 +204,22 @@ def reference_run(case: Case, base: str) -> dict:
     result["tensors"] = {pipeline_name(name): param.detach().clone()
                          for name, param in model.named_parameters()}
     return result
+
+
+def keep_terms(model, case: Case) -> None:
+    """What ``bias_terms`` leave trainable, the plain way: no other gradients, zeros in slices of the fused bias."""
+    owners = {"dense": "attention_output", "dense_h_to_4h": "mlp_intermediate", "dense_4h_to_h": "mlp_output"}
+    for name, param in model.named_parameters():
+        owner = name.split(".")[-2]
+        if not name.endswith("bias"):
+            continue
+        if owner == "query_key_value":
+            kept = torch.tensor([float(term in case.bias_terms) for term in ("query", "key", "value")])
+            mask = kept.view(1, 3, 1).expand(case.heads, 3, case.hidden // case.heads).flatten()
+            param.register_hook(lambda grad, mask=mask: grad * mask)
+            param.requires_grad_(bool(kept.any()))
+        else:
+            param.requires_grad_(owners.get(owner, "layernorm") in case.bias_terms)
 
 
 def pipeline_name(name: str) -> str:
