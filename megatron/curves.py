@@ -101,7 +101,7 @@ def _axes(x_of: Callable, y_of: Callable, x_marks: list, y_marks: list, log: boo
     drawn.append(f'<line class="axis" x1="{LEFT}" y1="{bottom}" x2="{right}" y2="{bottom}"/>'
                  f'<line class="axis" x1="{LEFT}" y1="{TOP}" x2="{LEFT}" y2="{bottom}"/>'
                  f'<text class="x" x="{(LEFT + right) / 2:.0f}" y="{HEIGHT - 6}">iteration'
-                 f'{"; logarithmic scale" if log else ""}</text>')
+                 f'{" (values on a logarithmic scale)" if log else ""}</text>')
     return drawn
 
 
@@ -128,8 +128,9 @@ def chart(title: str, runs: list[tuple[str, Series]]) -> str:
     x_marks = sorted({round(mark) for mark in ticks(x_low, x_high)} & set(range(x_low, x_high + 1)))
     drawn = _axes(x_of, y_of, x_marks, log_ticks(y_low, y_high) if log else ticks(y_low, y_high), log)
     for index, ((name, _), stretches) in enumerate(zip(runs, parts, strict=True)):
-        most = max(2, MOST_POINTS // max(len(stretches), 1))
+        total = sum(map(len, stretches))
         for stretch in stretches:
+            most = len(stretch) if total <= MOST_POINTS else max(2, MOST_POINTS * len(stretch) // total)
             shown = [f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in thinned(stretch, most)]
             label = f"<title>{escape(name)}</title>"
             if len(shown) == 1:  # a line of one point would not be seen

@@ -134,8 +134,7 @@ def _overall(runs: list[RunLog], timed: list[list[Point]], aligned: bool) -> lis
     def over(reduce, curve, word, has_ratio=True) -> Row:
         title, value, text = curve
         values = [_finite(value(run, point) for point in points) for run, points in zip(runs, timed, strict=True)]
-        before, bracket, after = title.partition(" (")
-        return Row(f"{before}, {word}{bracket}{after}", [reduce(v) if v else None for v in values], text, has_ratio)
+        return Row(f"{title}{word and ', '}{word}", [reduce(v) if v else None for v in values], text, has_ratio)
 
     def total(curve) -> Row:
         counts = [_finite(curve[1](run, point) for point in run.points) for run in runs]
@@ -157,7 +156,7 @@ def _overall(runs: list[RunLog], timed: list[list[Point]], aligned: bool) -> lis
         Row("lines without a finite loss", unsound("loss"), count, False),
         Row("lines without a finite gradient norm", unsound("grad_norm"), count, False),
         over(statistics.median, _SECONDS, "median"), over(min, _SECONDS, "least"), over(max, _SECONDS, "most"),
-        over(statistics.median, _RATE, "median"), over(statistics.median, _TFLOPS, "median"),
+        over(statistics.median, _RATE, "median"), over(statistics.median, _TFLOPS, ""),
         _fact_row(runs, _PEAK, "peak memory (max over ranks)", _text_of_bytes),
         _fact_row(runs, _STATE, "optimizer state (all ranks)", _text_of_bytes),
         _fact_row(runs, _REDUCED, "gradients reduced per step (all ranks)", _text_of_bytes),
