@@ -99,10 +99,13 @@ def test_key_biases_get_no_gradient_without_rotary_positions():
     assert float(grad[:, 0].abs().max()) > 1e-4
 
 
-def test_model_without_anything_trainable_before_a_block_still_trains_it():
-    settings = config(embed_layernorm=False, num_layers=1)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_model_without_anything_trainable_before_a_block_still_trains_it(recompute):
+    settings = config(embed_layernorm=False, num_layers=2, checkpoint_activations=recompute)
     model = build(settings)
     model.requires_grad_(False)
-    assert model.layers["1"]((batch()[0], None)).requires_grad  # what a pipeline stage must send on
-    with torch.no_grad():
-        assert not model.layers["1"]((batch()[0], None)).requires_grad
+    model.layers["3"].mlp.dense_4h_to_h.bias.requires_grad_(True)
+    assert not model.layers["1"]((batch()[0], None)).requires_grad  # nothing below needs a gradient
+    loss_of(model, settings).backward()
+    (grad,) = grads(model).values()
+    assert grad.ne(0).all()

@@ -68,20 +68,8 @@ class EmbeddingPipe(torch.nn.Module):
             x = x + self.position_embeddings(positions)
         if self.config.fp32_residual_connection:
             x = x.float()
-        x = needing_grad(F.dropout(x, self.config.hidden_dropout, self.training))
+        x = F.dropout(x, self.config.hidden_dropout, self.training)
         return (x, *segments) if segments else x
-
-
-def needing_grad(x: torch.Tensor) -> torch.Tensor:
-    """``x``, made a leaf that requires a gradient when nothing before it is trained.
-
-    A pipeline stage sends its output's gradient back without asking whether anything
-    below can use it, and fails on an output outside the graph. It is done here, inside
-    the layer, because a stage may hold the embedding and nothing else.
-    """
-    if torch.is_grad_enabled() and not x.requires_grad:
-        return x.detach().requires_grad_(True)
-    return x
 
 
 class EmbeddingHead(torch.nn.Module):

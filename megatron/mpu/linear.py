@@ -51,9 +51,11 @@ class _Linear(torch.autograd.Function):
         ctx.context = context
         ctx.sum_input_gradients = sum_input_gradients and context.tp_size > 1
         ctx.bias_dtype = None if bias is None else bias.dtype
-        # the input serves one purpose in backward, the weight's gradient
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None,
-                              weight if ctx.needs_input_grad[0] else None)
+        # the input serves one purpose in backward, the weight's gradient. A frozen weight is kept aside:
+        # as a saved tensor it would have recomputation run this product, often the last one, to find it
+        ctx.frozen = None if ctx.needs_input_grad[1] else weight
+        if ctx.needs_input_grad[1]:
+            ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
         if not (sum_outputs and context.tp_size > 1):
             return multiply(x, weight, bias)
         y = multiply(x, weight)
@@ -62,7 +64,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
+        x, weight = (None, ctx.frozen) if ctx.frozen is not None else ctx.saved_tensors
         grad_x = grad_weight = grad_bias = waiting = None
         if ctx.needs_input_grad[0]:
             grad_x = multiply(grad, weight.t())
