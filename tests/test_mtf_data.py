@@ -7,17 +7,21 @@ import time
 
 import numpy as np
 import pytest
+import small_model
 import torch
 
 from megatron.config import DataConfig
 from megatron.data import packed_dataset, packing
+from megatron.data.broadcast import BroadcastRows
 from megatron.data.indexed_dataset import IndexedDatasetWriter
+from megatron.data.loaders import build_loader
 from megatron.data.mtf_batch import batch_function, mtf_batch
 from megatron.data.mtf_dataset import PairedDataset
 from megatron.data.packed_dataset import PackedDataset, build_mtf_datasets
 from megatron.data.packing import pack
 from megatron.data.samplers import build_sampler
 from megatron.data.splits import parse_weighted_groups
+from megatron.model.pipe import loss_function
 
 EOD, PAD = 2, 3
 
@@ -440,3 +444,35 @@ def test_the_batch_function_needs_neither_padding_nor_end_token():
         assert [each.shape for each in (*inputs, *labels)] == [(1, 13)] * 5
         assert inputs[0][0, 12] == filler and labels[1].tolist() == [MASK]
         assert inputs[1][0, 5] == 0 and inputs[2].tolist() == [SEGMENTS[:-1]]
+
+
+# --- through the model ---
+
+
+@pytest.mark.parametrize("kind", ["alibi", "rotary"])
+def test_the_loss_of_a_packed_row_is_that_of_its_pairs_alone(kind):
+    settings = small_model.config(position_embedding_type=kind, reset_attention_mask=True, seq_length=13)
+    model = small_model.build(settings)
+    loss_of = loss_function(settings, small_model.ALONE)
+    spans = [(0, 5), (5, 7), (7, 12)]
+
+    def loss(row, pad=PAD, **data):
+        part = mtf_batch(row[None], DataConfig(**data), pad=pad)
+        logits = model(part.tokens, segment_ids=part.segment_ids)
+        return loss_of(logits, (part.labels, part.loss_mask)).item()
+
+    packed_row = entries()
+    alone = [packed_row[start:end] for start, end in spans]
+    each, counts = [loss(row) for row in alone], [3, 1, 2]
+    assert loss(packed_row) == pytest.approx(sum(a * b for a, b in zip(each, counts)) / 6, rel=1e-5)
+    assert loss(packed_row, norm_target_loss=True) == pytest.approx(sum(each) / 3, rel=1e-5)
+    assert loss(packed_row) == pytest.approx(loss(packed_row, pad=EOD), rel=1e-6)  # what fills a row is nobody's business
+
+
+def test_rows_pass_through_loaders_as_rows_of_text_do(tmp_path):
+    data = packed(write(tmp_path / "p", counted([(3, 2)] * 30)), samples=12)
+    loader = build_loader(data, batch_size=2, dp_rank=1, dp_size=2, consumed_samples=4, kind="single", num_workers=0,
+                          seed=1)
+    rows = next(BroadcastRows(loader, small_model.ALONE, 2, 17))
+    assert rows.dtype == torch.int64 and rows.tolist() == [data[k]["text"].tolist() for k in (6, 7)]
+    assert int(rows.min()) >= 0  # broadcasts keep -1 for "the reader failed"
