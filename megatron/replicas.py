@@ -105,6 +105,8 @@ def fingerprint(values: torch.Tensor, start: int = 0) -> torch.Tensor:
     """
     bits = _bits(values)
     weights = _weights(_BLOCK, values.device)
+    if start + len(bits) <= _BLOCK:
+        return (bits * weights[start:start + len(bits)]).sum()
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     at = 0
     while at < len(bits):
