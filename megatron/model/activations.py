@@ -36,17 +36,21 @@ class _GeluTanh(torch.autograd.Function):
 
 
 def _gelu_and_slope(x: torch.Tensor, out: torch.Tensor, slope: torch.Tensor | None) -> None:
-    """Fill ``out`` and ``slope`` (dtype of ``x``, any of the three 1-d) through fp32."""
+    """Fill ``out`` and ``slope`` (dtype of ``x``, all 1-d) through fp32, in as few passes as that takes."""
     first, third = 2 * math.sqrt(2 / math.pi), 2 * math.sqrt(2 / math.pi) * 0.044715
+    direct = x.dtype == torch.float32
     x = x.float()
     square = x * x
     gate = square.mul(third).add_(first).mul_(x).sigmoid_()
-    product = x * gate
-    out.copy_(product)
+    product = torch.mul(x, gate, out=out if direct else None)
+    if not direct:
+        out.copy_(product)
     if slope is not None:
         # gate + x gate (1 - gate) (2u)'
-        square.mul_(3 * third).add_(first)
-        slope.copy_(torch.addcmul(gate, square.mul_(product), 1 - gate))
+        square.mul_(3 * third).add_(first).mul_(product)
+        value = torch.addcmul(gate, square, 1 - gate, out=slope if direct else None)
+        if not direct:
+            slope.copy_(value)
 
 
 def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
