@@ -1,6 +1,8 @@
 """Copies that differ over TP are found, named and repaired; without a fault none differ."""
 
+import contextlib
 import dataclasses
+import io
 import math
 
 import pytest
@@ -10,7 +12,7 @@ from small_runs import Case, build_run, train_steps, write_base
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_data import small_model_flags
 
-from megatron.replicas import Difference, Replicas, checkpoint_name, fingerprint, format_differences
+from megatron.replicas import SYNC, Difference, Replicas, checkpoint_name, fingerprint, format_differences
 
 #: small steps of Adam, clipped so that every step is
 CASE = Case(tp=2, layers=1, optimizer="adam", lr=1e-2, clip=0.05, steps=2, dropout=0.1)
@@ -82,12 +84,14 @@ def faulty_run(case: Case, base: str, faults: list) -> dict:
     if context.tp_rank == 1:
         _corrupt(engine, context, faults)
     changed = sum(not torch.equal(a, b) for a, b in zip(good, _everything(engine)))
-    seen, again = watch.check(10), watch.check(11)
-    repaired, after = repairs.check(12), repairs.check(13)
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        seen, again = watch.check(10), watch.check(11)
+        repaired, after = repairs.check(12), repairs.check(13)
     restored = all(torch.equal(a, b) for a, b in zip(good, _everything(engine)))
     losses, norms = train_steps(engine, case, context, case.steps, case.steps)
-    return {"quiet": [before_training, clean, after], "seen": [seen, again, repaired], "changed": changed,
-            "restored": restored, "losses": losses, "norms": norms, "end": _everything(engine),
+    return {"quiet": [before_training, clean, after], "seen": [seen, again, repaired], "said": said.getvalue(),
+            "changed": changed, "restored": restored,
+            "losses": losses, "norms": norms, "end": _everything(engine),
             "at_end": watch.check(20), "place": (context.dp_rank, context.tp_rank)}
 
 
@@ -173,6 +177,14 @@ def test_each_spoiled_element_is_named_and_repaired_bit_for_bit(worker_group, ba
                 assert found.greatest == pytest.approx(abs(delta), rel=0.01 if part == "parameter" else 1e-4)
                 assert found.ranks == (OWNERS.get((name, part), OWNERS["parameter"]) if dp == 2 else (1,))
         assert result["restored"]
+        warnings = [line for line in result["said"].splitlines() if line.startswith("WARNING")]
+        if result is results[0]:  # once per job and check
+            assert [f"iteration {each}: {len(FAULTS)} tensors" in line
+                    for each, line in zip((10, 11, 12), warnings, strict=True)] == [True] * 3
+            assert "repaired" not in warnings[1].split(";")[1].split(SYNC)[0] and "repaired from" in warnings[2]
+            assert len(result["said"].splitlines()) == 3 * (1 + len(FAULTS))
+        else:
+            assert result["said"] == ""
         assert bool(result["changed"]) == (result["place"][1] == 1)
         assert result["losses"] == true["losses"] and result["norms"] == true["norms"]
         assert all(torch.equal(a, b) for a, b in zip(result["end"], true["end"], strict=True))
