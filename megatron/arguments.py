@@ -140,21 +140,28 @@ def parse_arguments(argv: Sequence[str] | None = None, *, entry: str = "pretrain
     """
     parser = build_parser(entry)
     quiet = parser.quiet = not _looks_like_rank_zero(environ)
-    # Preset attributes keep argparse from filling in defaults, which tells given flags from others.
-    slots = {action.dest: _NOT_GIVEN for action in parser._actions if action.dest != "help"}
-    parsed = vars(parser.parse_args(argv, argparse.Namespace(**slots)))
-    given = {name for name, value in parsed.items() if value is not _NOT_GIVEN}
-    known = {flag.field for flag in _flags_of(entry)}
-    values = {name: value if name in given else parser.get_default(name)
-              for name, value in parsed.items() if name in known | given}
+    values, given = read_flags(parser, argv, entry)
     try:
-        return _settings(values, given, entry, environ)
+        return settings_from(values, given, entry, environ)
     except UsageError as error:
         parser.quiet = quiet and not error.local
         parser.error(f"rank {_rank_text(environ)}: {error}" if quiet else str(error))
 
 
-def _settings(values: dict[str, Any], given: set[str], entry: str, environ: Mapping[str, str]) -> Settings:
+def read_flags(parser: argparse.ArgumentParser, argv: Sequence[str] | None,
+               entry: str) -> tuple[dict[str, Any], set[str]]:
+    """(field -> value of every flag, fields of the flags that stood in ``argv``), rules not yet checked."""
+    # Preset attributes keep argparse from filling in defaults, which tells given flags from others.
+    slots = {action.dest: _NOT_GIVEN for action in parser._actions if action.dest != "help"}
+    parsed = vars(parser.parse_args(argv, argparse.Namespace(**slots)))
+    given = {name for name, value in parsed.items() if value is not _NOT_GIVEN}
+    known = {flag.field for flag in _flags_of(entry)}
+    return {name: value if name in given else parser.get_default(name)
+            for name, value in parsed.items() if name in known | given}, given
+
+
+def settings_from(values: dict[str, Any], given: set[str], entry: str, environ: Mapping[str, str]) -> Settings:
+    """Settings from what ``read_flags`` returned. Raises UsageError for the first broken rule."""
     rank, world_size, local_rank = launch_environment(environ, values["local_rank"])
     values.update(rank=rank, world_size=world_size, local_rank=local_rank)
     derived = check_arguments(values, given, entry)
