@@ -128,9 +128,8 @@ def check_arguments(values: Values, given: set[str], entry: str) -> dict[str, An
     _check_checkpoints(values)
     derived |= _check_data(values, given)
     derived |= _check_tokenizer(values, entry)
-    if entry == "finetune_t0":
-        _require(values["position_embedding_type"] != "absolute",
-                 "--position-embedding-type absolute does not fit packed rows; finetune_t0.py allows alibi and rotary")
+    if entry == "finetune_t0":  # rows hold several pairs, which must not see each other
+        derived |= {"reset_attention_mask": True, "prefix_lm": values["prefixlm"]}
     return derived
 
 

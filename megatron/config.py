@@ -61,6 +61,8 @@ class ModelConfig:
     checkpoint_num_layers: int = 1
     reset_attention_mask: bool = False
     """documents of one row do not attend to each other: segment ids travel along the pipeline"""
+    prefix_lm: bool = False
+    """the segment ids are marks, 2 * segment + is_input, and inputs see each other in both directions"""
 
     def __post_init__(self) -> None:
         if not self.ffn_hidden_size:

@@ -7,7 +7,7 @@ import torch
 
 from megatron.memory import SavedBytes
 from megatron.model import blocked_attention as blocked
-from megatron.model.positions import alibi_slopes
+from megatron.model.positions import alibi_slopes, hidden_keys
 
 HEADS, WIDTH = 3, 8
 
@@ -59,6 +59,42 @@ def test_blocks_give_the_whole_square(length, with_alibi, segmented, monkeypatch
     segments[1, length // 3:] = 9
     compare(fused, grad, blocked.Visibility(alibi(length) if with_alibi else None,
                                             segments if segmented else None), 1e-5, 1e-5)
+
+
+def allowed_by_hand(marks, prefix_lm):
+    """Which key each query sees, one pair of positions at a time; marks are 2 * segment + is_input."""
+    batch, length = marks.shape
+    seen = torch.zeros(batch, length, length, dtype=torch.bool)
+    for b in range(batch):
+        for i in range(length):
+            for j in range(length):
+                one, other = int(marks[b, i]), int(marks[b, j])
+                both_inputs = prefix_lm and one % 2 == 1 and other % 2 == 1
+                seen[b, i, j] = one // 2 == other // 2 and (j <= i or both_inputs)
+    return seen
+
+
+@pytest.mark.parametrize("with_alibi", [True, False])
+def test_inputs_of_a_prefix_model_see_each_other_and_no_other_segment(with_alibi, monkeypatch):
+    monkeypatch.setattr(blocked, "BLOCK", 4)
+    marks = torch.tensor([[3] * 5 + [2] * 2 + [5, 4, 4, 7, 7, 7, 6, 0], [3] * 9 + [2] * 6])
+    length = marks.shape[1]
+    fused, grad = draw(length)
+    key_bias = alibi(length) if with_alibi else None
+    seen = allowed_by_hand(marks, True)
+    assert torch.equal(~hidden_keys(marks, marks, 0, True), seen)
+    assert torch.equal(~hidden_keys(marks[:, 6:9], marks, 6, True), seen[:, 6:9])
+    wide = fused.detach().double().requires_grad_()
+    query, key, value = wide.permute(3, 0, 2, 1, 4)
+    scores = query @ key.transpose(-1, -2) / math.sqrt(WIDTH)
+    if with_alibi:
+        scores = scores + key_bias.double()[None, :, None, :]
+    expected = (scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1) @ value).transpose(1, 2).flatten(2)
+    out = blocked.blocked_attention(fused, blocked.Visibility(key_bias, marks, prefix_lm=True))
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+    out.backward(grad)
+    expected.backward(grad.double())
+    torch.testing.assert_close(fused.grad.double(), wide.grad, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)])

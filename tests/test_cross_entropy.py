@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.config import ModelConfig
-from megatron.model.pipe import loss_function
+from megatron.model.loss import loss_function
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy
 

@@ -66,7 +66,8 @@ class SelfAttention(torch.nn.Module):
         # heads differ between TP ranks, so their dropout must come from the private stream
         with self.streams.fork() if dropout > 0 else contextlib.nullcontext():
             if self.config.masked_softmax_fusion and x.device.type == "cpu":
-                visibility = Visibility(self.positions.key_bias(length, x.device, x.dtype), segments)
+                visibility = Visibility(self.positions.key_bias(length, x.device, x.dtype), segments,
+                                        self.config.prefix_lm)
                 return self.dense(blocked_attention(fused, visibility, dropout))
             attend = self._fused if self.config.masked_softmax_fusion else self._explicit
             query, key, value = fused.permute(3, 0, 2, 1, 4)  # each [b, heads, s, width]

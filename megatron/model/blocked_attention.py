@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron.model.positions import hidden_keys
+
 #: scores are kept in units of log2(e): torch's exp2 takes half the time of its exp, and a tenth
 #: where the result underflows, as it does for the far keys of ALiBi
 _LOG2_E = math.log2(math.e)
@@ -29,25 +31,34 @@ class Visibility:
     """fp32 [heads, s]: added to every score of that key (ALiBi up to a constant per query)"""
     segments: torch.Tensor | None = None
     """int64 [b, s]: a key of another segment is not seen"""
+    prefix_lm: bool = False
+    """the segments are marks as in ``positions.hidden_keys``: inputs see later inputs of their segment"""
+
+    def last_key(self, stop: int, length: int) -> int:
+        """How many keys a block of queries that ends before ``stop`` may see, of ``length``."""
+        return length if self.prefix_lm and self.segments is not None else stop
 
     def scores(self, query: torch.Tensor, key: torch.Tensor, row: int, start: int) -> torch.Tensor:
         """Scores x log2(e) of a block of queries from position ``start`` on, -inf where hidden.
 
-        ``query`` [heads, n, width] of sample ``row``, ``key`` [heads, start + n, width]; fp32.
+        ``query`` [heads, n, width] of sample ``row``, ``key`` [heads, last_key, width]; fp32.
         """
-        stop = key.shape[1]
+        keys = key.shape[1]
         scale = _LOG2_E / math.sqrt(query.shape[-1])
         if self.key_bias is None:
             scores = torch.bmm(query * scale, key.transpose(1, 2))
         else:
             # relative to the block's last key, so that near keys are added small, exact numbers
-            bias = (self.key_bias[:, :stop] - self.key_bias[:, stop - 1:stop])[:, None]
+            bias = (self.key_bias[:, :keys] - self.key_bias[:, keys - 1:keys])[:, None]
             scores = torch.baddbmm(bias, query, key.transpose(1, 2), beta=_LOG2_E, alpha=scale)
-        # adding -inf above the diagonal is several times faster than filling by a mask
-        scores[:, :, start:] += torch.full((stop - start, stop - start), -torch.inf, device=query.device).triu_(1)
-        if self.segments is not None:
-            of_keys = self.segments[row, :stop]
-            scores.masked_fill_(of_keys != of_keys[start:, None], -torch.inf)
+        if self.segments is None:
+            # adding -inf above the diagonal is several times faster than filling by a mask
+            block = keys - start
+            scores[:, :, start:] += torch.full((block, block), -torch.inf, device=query.device).triu_(1)
+        else:
+            segments = self.segments[row]
+            hidden = hidden_keys(segments[start:start + query.shape[1]], segments[:keys], start, self.prefix_lm)
+            scores.masked_fill_(hidden, -torch.inf)
         return scores
 
 
@@ -62,7 +73,8 @@ class _Attention(torch.autograd.Function):
             query, key, value = _per_head(fused[row])
             for start in range(0, length, BLOCK):
                 stop = min(start + BLOCK, length)
-                scores = visibility.scores(query[:, start:stop], key[:, :stop], row, start)
+                last = visibility.last_key(stop, length)
+                scores = visibility.scores(query[:, start:stop], key[:, :last], row, start)
                 peak = scores.amax(-1, keepdim=True)
                 weights = scores.sub_(peak).exp2_()
                 total = weights.sum(-1, keepdim=True)
@@ -72,7 +84,7 @@ class _Attention(torch.autograd.Function):
                     dropped.append(torch.empty_like(weights, dtype=torch.bool).bernoulli_(dropout))
                     weights.masked_fill_(dropped[-1], 0.0)
                     total *= 1 - dropout
-                mixed = torch.bmm(weights, value[:, :stop]).div_(total)
+                mixed = torch.bmm(weights, value[:, :last]).div_(total)
                 out[row, start:stop] = mixed.transpose(0, 1)
         ctx.visibility, ctx.dropout = visibility, dropout
         ctx.save_for_backward(fused, out, log_totals, *dropped)
@@ -94,18 +106,19 @@ class _Attention(torch.autograd.Function):
             grad_query, grad_key, grad_value = grads
             for start in range(0, length, BLOCK):
                 stop = min(start + BLOCK, length)
+                last = ctx.visibility.last_key(stop, length)
                 mine = slice(start, stop)
-                weights = ctx.visibility.scores(query[:, mine], key[:, :stop], row, start)
+                weights = ctx.visibility.scores(query[:, mine], key[:, :last], row, start)
                 used = weights.sub_(log_totals[row, :, mine, None]).exp2_()
-                grad_weights = torch.bmm(grad_out[:, mine], value[:, :stop].transpose(1, 2))
+                grad_weights = torch.bmm(grad_out[:, mine], value[:, :last].transpose(1, 2))
                 if ctx.dropout > 0:
                     mask, kept = next(dropped), 1 / (1 - ctx.dropout)
                     grad_weights.masked_fill_(mask, 0.0).mul_(kept)
                     used = weights.masked_fill(mask, 0.0).mul_(kept)
-                grad_value[:, :stop].baddbmm_(used.transpose(1, 2), grad_out[:, mine])
+                grad_value[:, :last].baddbmm_(used.transpose(1, 2), grad_out[:, mine])
                 grad_scores = grad_weights.sub_(common[:, mine]).mul_(weights)
-                grad_query[:, mine].baddbmm_(grad_scores, key[:, :stop], beta=0, alpha=scale)
-                grad_key[:, :stop].baddbmm_(grad_scores.transpose(1, 2), query[:, mine], alpha=scale)
+                grad_query[:, mine].baddbmm_(grad_scores, key[:, :last], beta=0, alpha=scale)
+                grad_key[:, :last].baddbmm_(grad_scores.transpose(1, 2), query[:, mine], alpha=scale)
             grad_fused[row] = grads.permute(2, 1, 0, 3)
         return grad_fused, None, None
 

@@ -15,10 +15,10 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from megatron.config import ModelConfig
 from megatron.model.block import ParallelTransformerLayerPipe
 from megatron.model.embedding import TIE, EmbeddingHead, EmbeddingPipe
+from megatron.model.loss import loss_function
 from megatron.model.norm import LayerNorm
 from megatron.model.positions import PositionCache
 from megatron.mpu.context import ParallelContext
-from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy
 from megatron.mpu.layers import parallel_logits
 from megatron.mpu.random import RandomStreams, checkpoint
 
@@ -127,26 +127,6 @@ def _in_turn(layers, *inputs):
     for layer in layers:
         x = layer(x)
     return x
-
-
-def loss_function(config: ModelConfig, context: ParallelContext):
-    """The loss of a micro-batch, called with logits and (labels, loss mask).
-
-    sum(loss * mask) / sum(mask) over the micro-batch; the mask, float [b, s], may hold
-    any weights >= 0. A micro-batch whose mask is all zero gives 0: it has nothing to
-    learn from, and the original's NaN would end the run.
-    """
-    vocab_size = config.vocab_size or None
-
-    def loss(logits: torch.Tensor, labels: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        targets, mask = labels
-        losses = vocab_parallel_cross_entropy(logits, targets, context=context, vocab_size=vocab_size)
-        weights = mask.float()
-        # a target outside the vocabulary has infinite loss; where masked out it must not count
-        total = torch.where(weights != 0, losses * weights, 0.0).sum()
-        return total / weights.sum().clamp(min=torch.finfo(torch.float32).tiny)
-
-    return loss
 
 
 class GPTPipeline(PipelineModule):

@@ -50,6 +50,23 @@ def rotate(x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.
     return x * cosines + torch.cat((-second, first), dim=-1) * sines
 
 
+def hidden_keys(queries: torch.Tensor, keys: torch.Tensor, first_query: int, prefix_lm: bool) -> torch.Tensor:
+    """True where a query must not see a key because of their segments or their order.
+
+    ``queries`` int64 [..., n] and ``keys`` int64 [..., m] are the segment ids of positions
+    ``first_query`` .. and 0 .. of one row; result bool [..., n, m]. A query sees the keys of its
+    segment that are not later than it. With ``prefix_lm`` ids are marks, 2 * segment + is_input,
+    and two inputs of a segment see each other whatever their order.
+    """
+    places = torch.arange(first_query, first_query + queries.shape[-1], device=queries.device)
+    hidden = torch.arange(keys.shape[-1], device=keys.device) > places[:, None]
+    queries, keys = queries[..., :, None], keys[..., None, :]
+    if prefix_lm:
+        hidden = hidden & (queries & keys & 1 == 0)
+        queries, keys = queries >> 1, keys >> 1
+    return hidden | (queries != keys)
+
+
 class PositionCache:
     """What all blocks of a stage need once per forward: attention bias and rotary tables.
 
@@ -78,7 +95,8 @@ class PositionCache:
         """What is added to attention scores: ALiBi where used, -inf at hidden keys.
 
         Shape [1 or b, 1 or heads / TP, length, length] in ``dtype``. Query i sees key j
-        when j <= i and, with ``segments`` (int64 [b, length]), both lie in one segment.
+        when j <= i and, with ``segments`` (int64 [b, length]), both lie in one segment
+        (or, in a prefix language model, when ``hidden_keys`` says so).
         Padding is a segment like any other: its rows carry no loss and no other row sees
         them, and so no row is without a visible key. ALiBi counts row positions; within
         a segment the difference is a constant per query, to which softmax is blind.
@@ -89,15 +107,15 @@ class PositionCache:
             key += (tuple(segments.shape), segments.data_ptr(), segments._version)
         if self._bias_for == key:
             return self._bias
-        positions = torch.arange(length, device=device)
-        visible = (positions[None, :] <= positions[:, None])[None, None]
-        if segments is not None:
-            visible = visible & (segments[:, None, :, None] == segments[:, None, None, :])
+        if segments is None:
+            hidden = torch.ones(length, length, dtype=torch.bool, device=device).triu(1)[None, None]
+        else:
+            hidden = hidden_keys(segments, segments, 0, self._config.prefix_lm)[:, None]
         if self._slopes is None:
-            bias = torch.zeros(visible.shape, dtype=dtype, device=device)
+            bias = torch.zeros(hidden.shape, dtype=dtype, device=device)
         else:
             bias = self.key_bias(length, device, dtype).to(dtype)[None, :, None, :]
-        self._bias = bias.masked_fill(~visible, -torch.inf)
+        self._bias = bias.masked_fill(hidden, -torch.inf)
         self._bias_for, self._segments = key, segments
         return self._bias
 
