@@ -6,8 +6,9 @@ views of it there are.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -90,3 +91,81 @@ class SavedBytes:
         if not self._uses[key]:
             del self._uses[key]
             self.bytes -= self._sizes.pop(key)[0]
+
+
+# --- weights, gradients, optimizer ------------------------------------------------------------
+
+
+def tensors_within(root, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """(path, tensor) of all tensors that objects and containers below ``root`` refer to.
+
+    Follows attributes, items and ``.grad``, each object once, breadth first; stops at
+    modules, classes and functions.
+    """
+    seen: set[int] = set()
+    waiting = deque([(path, root)])
+    while waiting:
+        path, value = waiting.popleft()
+        if id(value) in seen or isinstance(value, (torch.nn.Module, type, str, bytes)):
+            continue
+        seen.add(id(value))
+        if torch.is_tensor(value):
+            yield path, value
+            if value.is_leaf and value.grad is not None:
+                waiting.append((f"{path}.grad", value.grad))
+        if isinstance(value, Mapping):
+            waiting.extend((f"{path}[{key if isinstance(key, str) else ''}]", item) for key, item in value.items())
+        elif isinstance(value, (list, tuple, set, frozenset, deque)):
+            waiting.extend((f"{path}[]", item) for item in value)
+        elif not callable(value) or isinstance(value, torch.optim.Optimizer):
+            waiting.extend((f"{path}.{name}", item) for name, item in getattr(value, "__dict__", {}).items())
+
+
+@dataclass(frozen=True)
+class HeldBytes:
+    """Bytes of this rank's tensors that outlive a micro-batch, each storage once."""
+
+    weights: int
+    """parameters and buffers of the module, frozen ones in the dtype they have"""
+    gradients: int
+    """of parameters and of fp32 masters, flat buffers for them, buckets"""
+    optimizer: int
+    """fp32 masters and moments; the copy of fp32 weights that ZeRO updates"""
+
+
+def held_bytes(engine) -> HeldBytes:
+    """Count what a DeepSpeed engine's module and optimizer hold now."""
+    kinds: dict[tuple, tuple[str, int]] = {}
+
+    def count(kind: str, tensor: torch.Tensor) -> None:
+        if tensor.numel() and not tensor.is_meta:  # ZeRO remembers shapes as tensors without memory
+            kinds.setdefault(storage_key(tensor), (kind, tensor.untyped_storage().nbytes()))
+
+    for tensor in (*engine.module.parameters(), *engine.module.buffers()):
+        count("weights", tensor)
+    for param in engine.module.parameters():
+        if param.grad is not None:
+            count("gradients", param.grad)
+    found = list(tensors_within(engine.optimizer, "optimizer"))
+    for path, tensor in sorted(found, key=lambda pair: "grad" not in pair[0]):
+        count("gradients" if "grad" in path else "optimizer", tensor)
+    totals = Counter()
+    for kind, size in kinds.values():
+        totals[kind] += size
+    return HeldBytes(**{kind: totals[kind] for kind in ("weights", "gradients", "optimizer")})
+
+
+def expected_bytes(engine, dtype: str, optimizer: str, momentum: float) -> HeldBytes:
+    """What ``held_bytes`` will be while a step is under way, told before the first one.
+
+    Per trained element in ``dtype`` a gradient of its width, under bf16 a sum in fp32
+    beside it; per element of this rank's masters two moments of Adam, one of SGD with
+    momentum, in fp32.
+    """
+    now = held_bytes(engine)
+    trained = sum(param.numel() for param in engine.module.parameters() if param.requires_grad)
+    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    masters = sum(param.numel() for group in inner.param_groups for param in group["params"])
+    moments = 2 if optimizer == "adam" else int(momentum > 0)
+    return HeldBytes(weights=now.weights, gradients=trained * {"fp32": 4, "bf16": 2 + 4, "fp16": 2}[dtype],
+                     optimizer=masters * 4 * (1 + moments))

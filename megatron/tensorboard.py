@@ -59,11 +59,12 @@ class TensorBoardWriter:
             self._scalar("iteration-time/world_size", world_size, {"": iteration})
 
     def log_training(self, facts: TrainingFacts, *, gigaflos: float,
-                     timers: Mapping[str, float] | None = None) -> None:
+                     timers: Mapping[str, float] | None = None, tflops_needed: float | None = None) -> None:
         """The curves of one iteration, if ``--tensorboard-log-interval`` selects it.
 
-        ``gigaflos`` is the counter so far, ``timers`` seconds by name. What is None in
-        ``facts`` has no curve.
+        ``gigaflos`` is the counter so far, ``timers`` seconds by name, ``tflops_needed`` TFLOP/s
+        per rank of the operations really needed (``flops.operations_needed``). What is None
+        has no curve.
         """
         if self._writer is None or facts.iteration % self.logging.tensorboard_log_interval:
             return
@@ -90,6 +91,8 @@ class TensorBoardWriter:
                 self._scalar(name, value, axes)
         if logging.log_timers_to_tensorboard:
             self._log_times(facts, timers or {}, both)
+            if tflops_needed is not None:
+                self._scalar("iteration-time/TFLOPs per gpu (operations needed)", tflops_needed, steps)
 
     def _log_times(self, facts: TrainingFacts, timers: Mapping[str, float], axes: Mapping[str, float]) -> None:
         steps = {"": facts.iteration}
@@ -116,6 +119,12 @@ class TensorBoardWriter:
         if self.logging.log_validation_ppl_to_tensorboard:
             self._scalar(f"lm-loss-validation/{group}/lm loss validation ppl", ppl, axes)
         self._writer.flush()
+
+    def log_shares(self, shares: Mapping[str, float], iteration: int) -> None:
+        """Share of this rank's step time by phase (``megatron.phases``) since the last training line."""
+        if self._writer is not None and self.logging.log_timers_to_tensorboard:
+            for phase, share in shares.items():
+                self._scalar(f"time-share/{phase}", share, {"": iteration})
 
     def log_differing_copies(self, count: int, iteration: int) -> None:
         """How many tensors were not the same on all TP ranks at one check."""

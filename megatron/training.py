@@ -26,15 +26,16 @@ from megatron.config import Settings
 from megatron.data.broadcast import BroadcastRows
 from megatron.data.gpt_dataset import Datasets
 from megatron.data.loaders import build_loader
-from megatron.engine import build_engine, build_model, optimizer_facts
+from megatron.engine import build_engine, build_model
 from megatron.errors import RunError, SharedRunError
 from megatron.flops import gigaflos, tflops_reported
 from megatron.initialize import agree, check_precision, initialize_distributed, shutdown
-from megatron.metrics import LossWindow, Timers, params_norm, peak_memory_bytes
+from megatron.metrics import LossWindow, Timers, params_norm
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.random import seed_everything
 from megatron.optimizer.batch_size import BatchSizeSchedule, training_iterations
 from megatron.replicas import Replicas
+from megatron.run_report import RunReport
 from megatron.tensorboard import TensorBoardWriter
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.padding import padded_vocab_size
@@ -64,6 +65,7 @@ class Run:
     engine: Any = None
     schedule: Any = None
     replicas: Any = None
+    report: RunReport | None = None
     started: float = field(default_factory=time.monotonic)
     last_saved: int = -1
     timers: Timers = field(default_factory=Timers)
@@ -94,10 +96,12 @@ def pretrain(settings: Settings, task: Task) -> None:
     stored = state.check_stored(plan, settings, context) if plan.folder else {}
     model = build_model(settings, context, run.streams, plan)
     state.check_trained(plan, stored, settings, context, model)
-    report = bitfit.parameter_report(model, context)
-    run.say(bitfit.format_report(report))
+    parameters = bitfit.parameter_report(model, context)
+    run.say(bitfit.format_report(parameters))
     run.engine, run.schedule = build_engine(model, settings, context, run.train_iters,
                                             run.batch_sizes.size(0))
+    run.report = RunReport(run.engine, settings, context)
+    run.say(run.report.at_start())
     if plan.folder:
         run.progress = state.resume(run.engine, plan, stored, run.streams)
         run.say_last(log_lines.loaded_line(plan.folder, run.progress.iteration))
@@ -121,7 +125,8 @@ def pretrain(settings: Settings, task: Task) -> None:
         train(run, _rows(run, datasets.train), valid)
         if run.progress.iteration >= run.train_iters:  # not when asked to stop early
             _final_evaluation(run, valid, datasets.test)
-    _report_facts(run, report)
+    for line in run.report.at_end(parameters):
+        run.say_last(line)
     run.writer.close()
     shutdown()
 
@@ -274,7 +279,8 @@ def _step(run: Run, rows: Iterator | None, samples: int) -> tuple[float, bool]:
     engine.set_train_batch_size(samples)
     skipped_before = engine.skipped_steps
     try:
-        loss = float(engine.train_batch(rows))
+        with run.report.step(samples):
+            loss = float(engine.train_batch(rows))
     except Exception as error:
         if "loss scale already at minimum" in str(error):  # DeepSpeed's only sign of it
             raise SharedRunError(f"iteration {run.progress.iteration + 1}: gradients overflow even at the lowest loss "
@@ -311,11 +317,13 @@ class _Line:
             step = LossWindow()
             step.add(loss, skipped=skipped)
             run.writer.log_training(_facts(run, step, size, now - self.last, weights),
-                                    gigaflos=run.progress.gigaflos_no_embeds, timers=times)
+                                    gigaflos=run.progress.gigaflos_no_embeds, timers=times,
+                                    tflops_needed=run.report.tflops_needed(size, now - self.last))
         if line_due:
             seconds = (now - self.start) / self.iterations
             run.say_last(log_lines.training_line(_facts(run, self.window, size, seconds, weights)))
             run.say_last(log_lines.timers_line({name: 1000 * each for name, each in times.items()}))
+            run.writer.log_shares(run.report.shares(), iteration)
             self.window, self.iterations, self.start = LossWindow(), 0, now
         self.last = now
 
@@ -417,29 +425,3 @@ def _final_evaluation(run: Run, valid: dict, test: dict) -> None:
         evaluate(run, name, rows, "the end of training for val data")
     for name, dataset in test.items():
         evaluate(run, name, _rows(run, dataset, test=True), "the end of training for test data")
-
-
-# --- the end ----------------------------------------------------------------------------------
-
-
-def _report_facts(run: Run, report: bitfit.ParameterReport) -> None:
-    """Collective: the figures compare_runs puts side by side, one line each."""
-    mine = optimizer_facts(run.engine, run.settings)
-    everyone = [(peak_memory_bytes(), mine)]
-    if run.context.world_size > 1:
-        everyone = [None] * run.context.world_size
-        dist.all_gather_object(everyone, (peak_memory_bytes(), mine))
-    facts = {
-        "bitfit": int(run.settings.optimizer.bitfit),
-        "ranks": run.context.world_size,
-        # one sample, one second, one rank
-        "FLOP per sample (formula of the log line)": round(tflops_reported(run.settings.model, 1, 1.0, 1) * 1e12),
-        "trainable parameters": report.trainable,
-        "total parameters": report.total,
-        "peak memory bytes (max over ranks)": max(peak for peak, _ in everyone),
-        "optimizer state bytes (all ranks)": sum(cost.state_bytes for _, cost in everyone),
-        "gradient bytes reduced per step (all ranks)": sum(cost.gradient_bytes_per_step
-                                                           for _, cost in everyone),
-    }
-    for name, value in facts.items():
-        run.say_last(log_lines.format_run_fact(name, value))

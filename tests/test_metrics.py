@@ -145,7 +145,8 @@ def test_every_curve_has_its_old_name_and_axis(tmp_path):
     writer = tensorboard.TensorBoardWriter(config, True, data_parallel_size=2, seq_length=64)
     writer.log_arguments({"lr": 1e-3, "bitfit": True})
     writer.log_restart(10, 4)
-    writer.log_training(FACTS, gigaflos=777.9, timers={"forward": 0.25})
+    writer.log_training(FACTS, gigaflos=777.9, timers={"forward": 0.25}, tflops_needed=5.0)
+    writer.log_shares({"forward": 0.75, "pipeline wait": 0.25}, 10)
     writer.log_validation("valid_fr", 3.0, 20.5, iteration=10, samples=80, tokens=5120, gigaflos=777.9)
     writer.close()
     scalars, texts = read_back(tmp_path)
@@ -159,6 +160,8 @@ def test_every_curve_has_its_old_name_and_axis(tmp_path):
         **over("iteration-time/samples per second", 16), **over("iteration-time/samples per second per replica", 8),
         **over("iteration-time/tokens per second", 1024), **over("iteration-time/tokens per second per replica", 512),
         **over("iteration-time/TFLOPs per gpu (estimated)", 7), **over("time/forward-time", 0.25),
+        **over("iteration-time/TFLOPs per gpu (operations needed)", 5),
+        **over("time-share/forward", 0.75), **over("time-share/pipeline wait", 0.25),
         **over("iteration-time/world_size", 4),
         **over("lm-loss-validation/valid_fr/lm loss validation", 3, samples, tokens, flos),
         **over("lm-loss-validation/valid_fr/lm loss validation ppl", 20.5, samples, tokens, flos)}
@@ -173,6 +176,7 @@ def test_curves_that_were_not_asked_for_or_do_not_exist_are_not_written(tmp_path
     writer.log_training(TrainingFacts(**{**bare, "iteration": 9}), gigaflos=1.0)
     writer.log_training(TrainingFacts(**bare), gigaflos=1.0)
     writer.log_restart(10, 4)
+    writer.log_shares({"forward": 1.0}, 10)
     writer.log_validation("valid", 3.0, 20.5, iteration=10, samples=80, tokens=5120, gigaflos=777.9)
     writer.close()
     curves = over("lm-loss-validation/valid/lm loss validation", 3, " vs samples", " vs tokens",
