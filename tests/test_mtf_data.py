@@ -366,6 +366,11 @@ def test_a_batch_of_a_hand_made_row(tmp_path):
     assert batch.loss_mask.dtype == torch.float32
 
 
+def test_nothing_is_predicted_across_the_border_of_two_pairs():
+    row = entries([7, 8, 8, 8], [1, 1, 2, 2], [1, 0, 0, 0])[None]  # a second pair without inputs
+    assert mtf_batch(row, DataConfig()).loss_mask.tolist() == [[1, 0, 1]]
+
+
 def test_the_end_token_is_trained_even_when_it_is_the_padding(tmp_path):
     # [BUG] of the original: labels equal to the padding id never count
     batch = mtf_batch(entries()[None], DataConfig(), pad=EOD)
