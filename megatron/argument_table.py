@@ -266,6 +266,9 @@ USED: dict[str, tuple[Flag, ...]] = {
         _switch("--reset-attention-mask", "documents of a row do not see each other"),
         _switch("--eod-mask-loss", "no loss on ends of documents"),
         _switch("--norm-target-loss", "every target counts alike, whatever its length", entry="finetune_t0"),
+        _used("--loss-normalization", str, "micro-batch", "what the loss is divided by: the weights of its micro-batch, "
+              "or those of the whole global batch, each token or each target counting alike",
+              choices=("micro-batch", "global-tokens", "global-targets")),
         _switch("--prefixlm", "inputs see each other in both directions", entry="finetune_t0"),
         _used("--mtf-overlong", str, "drop", "pairs longer than a row: leave out, cut the front of the inputs, or stop",
               choices=("drop", "truncate-inputs", "error"), entry="finetune_t0"),

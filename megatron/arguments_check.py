@@ -130,6 +130,12 @@ def check_arguments(values: Values, given: set[str], entry: str) -> dict[str, An
     derived |= _check_tokenizer(values, entry)
     if entry == "finetune_t0":  # rows hold several pairs, which must not see each other
         derived |= {"reset_attention_mask": True, "prefix_lm": values["prefixlm"]}
+        if values["loss_normalization"] == "global-targets":
+            derived["norm_target_loss"] = True
+    else:
+        _require(values["loss_normalization"] != "global-targets",
+                 "--loss-normalization global-targets: running text has no targets; "
+                 "pretrain_gpt.py allows micro-batch and global-tokens")
     return derived
 
 

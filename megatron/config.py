@@ -160,6 +160,8 @@ class TrainConfig:
     train_iters: int | None = None
     train_samples: int | None = None
     """exactly one of train_iters and train_samples is set"""
+    loss_normalization: str = "micro-batch"
+    """micro-batch, global-tokens or global-targets; see megatron.model.loss"""
     seed: int = 1234
     eval_iters: int = 100
     eval_interval: int = 1000

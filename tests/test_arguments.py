@@ -41,7 +41,7 @@ DEFAULTS = {
     "mmap-warmup": False, "seq-length": None, "encoder-seq-length": None, "num-workers": 2,
     "valid-num-workers": 2, "tokenizer-type": None, "tokenizer-name-or-path": None, "vocab-file": None,
     "merge-file": None, "vocab-extra-ids": 0, "reset-position-ids": False, "reset-attention-mask": False,
-    "eod-mask-loss": False, "deepspeed_config": None, "zero-stage": 1, "allow-fresh-start": False,
+    "loss-normalization": "micro-batch", "eod-mask-loss": False, "deepspeed_config": None, "zero-stage": 1, "allow-fresh-start": False,
 }
 SWITCHED_OFF = {
     "no-query-key-layer-scaling": "query_key_layer_scaling", "no-masked-softmax-fusion": "masked_softmax_fusion",
@@ -65,7 +65,7 @@ NOT_OFFERED = (
     "--profile-backward", "--remote-device cpu", "--remote-device nvme", "--no-save-optim",
     "--num-layers-per-virtual-pipeline-stage 2", "--universal-checkpoint", "--loss-on-targets-only",
     "--reweight-loss-based-on-position-frequency", "--noise-density 0.15", "--mean-noise-span-length 3",
-    "--decoder-seq-length 16", "--norm-target-loss", "--prefixlm", "--zero-stage 2", "--zero-stage 3",
+    "--decoder-seq-length 16", "--norm-target-loss", "--prefixlm", "--mtf-overlong drop", "--zero-stage 2", "--zero-stage 3",
     "--zero-stage 7")
 
 
