@@ -147,6 +147,14 @@ def test_memory_is_within_a_tenth_of_what_a_run_allocates(dtype, bitfit, recompu
     assert result["peak"] == pytest.approx(planned.total, rel=0.1)
 
 
+def test_memory_of_each_stage_is_within_a_tenth_of_what_its_ranks_allocate(worker_group):
+    settings = on_grid(wide("fp32", bitfit=True), 2, 2, 1)
+    cut = stages(settings.model, 2)
+    for result in worker_group(4).run(measured, settings):
+        planned = rank_memory(settings, cut[result["stage"]], fused_update=False)
+        assert result["peak"] == pytest.approx(planned.total, rel=0.1), result["stage"]
+
+
 @pytest.mark.parametrize("changes", [{}, {"activation": "swiglu"}, {"position_embedding_type": "rotary"}], ids=str)
 @pytest.mark.parametrize("bitfit", [False, True], ids=["full", "bitfit"])
 def test_a_block_keeps_what_the_table_says(bitfit, changes):
@@ -176,6 +184,14 @@ def test_stages_keep_as_many_micro_batches_as_they_are_from_the_end():
     assert [rank_memory(settings, stage).in_flight for stage in stages(settings.model, 4)] == [4, 3, 2, 1]
     few = dataclasses.replace(settings, train=dataclasses.replace(settings.train, global_batch_size=2))
     assert [rank_memory(few, stage).in_flight for stage in stages(settings.model, 4)] == [2, 2, 2, 1]
+
+
+def test_the_grid_that_bloom_was_trained_on_has_room():
+    """TP 4 x PP 12 x DP 8 on GPUs of 80 GB, two samples at a time, activations recomputed (arXiv 2211.05100)."""
+    asked = request("--preset", "bloom-176b", "--checkpoint-activations", "--micro-batch-size", 2)
+    plan = make_plan(asked.settings(4, 12, 8))
+    assert 40 * 2**30 < plan.memory[plan.worst].total < asked.usable
+    assert make_plan(asked.settings(4, 6, 8)).memory[0].total > asked.usable
 
 
 # --- files ------------------------------------------------------------------------------------
