@@ -6,9 +6,12 @@ engine. Nothing after the freeze changes ``requires_grad``.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from megatron import bitfit
 from megatron.checkpoint.state import LoadPlan
@@ -22,6 +25,7 @@ from megatron.mpu.context import ParallelContext
 from megatron.mpu.layers import torch_dtype
 from megatron.optimizer.build import build_optimizer
 from megatron.optimizer.learning_rate import build_schedule
+from megatron.replicas import fingerprint
 
 
 def build_model(settings: Settings, context: ParallelContext, streams, plan: LoadPlan) -> GPTPipeline:
@@ -74,11 +78,37 @@ def build_engine(model: GPTPipeline, settings: Settings, context: ParallelContex
                               seq_length=settings.model.seq_length)
     config = derive_deepspeed_config(settings, global_batch_size=global_batch_size,
                                      trainable_per_rank=sum(param.numel() for param in params))
-    with quiet():
+    with quiet(), _frozen_not_broadcast(model, context):
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config,
                                           lr_scheduler=schedule, dist_init_required=False)
     engine.checkpoint_engine = checkpoint_engine()
     return engine, schedule
+
+
+@contextlib.contextmanager
+def _frozen_not_broadcast(model: GPTPipeline, context: ParallelContext) -> Iterator[None]:
+    """Collective: DeepSpeed, built inside, does not broadcast frozen parameters over DP.
+
+    It would send every parameter from DP rank 0, though all replicas drew the same
+    numbers or read the same file. Eight bytes per frozen tensor prove that here; one that
+    does differ is broadcast as before. What trains is always broadcast.
+    """
+    frozen = [param for param in model.parameters() if not param.requires_grad]
+    if context.dp_size == 1 or not frozen:
+        yield
+        return
+    prints = torch.stack([fingerprint(param.detach().view(-1)) for param in frozen])
+    both = torch.cat([prints, ~prints])  # ~ turns the order round: the least of the replicas too
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=context.dp_group)
+    equal = (both[:len(frozen)] == ~both[len(frozen):]).tolist()
+    spared = [param for param, same in zip(frozen, equal) if same]
+    for param in spared:
+        param.ds_optim_param = True  # DeepSpeed's mark of parameters it leaves where they are
+    try:
+        yield
+    finally:
+        for param in spared:
+            del param.ds_optim_param
 
 
 def optimizer_facts(engine, settings: Settings) -> OptimizerFacts:

@@ -17,8 +17,9 @@ is busy costs nothing and counts nothing.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe import schedule
@@ -43,8 +44,8 @@ class StepPhases:
         """per phase, over all steps but the first, which pays for warming up"""
         self.steps = 0
         """begun and ended so far, the first one included"""
-        self.before_optimizer: Callable[[], None] | None = None
-        """called once, when the gradients of the next step are complete"""
+        self.before_reduction: Callable[[], None] | None = None
+        """called once, when the next step has all its gradients and none is reduced yet"""
         self._interval = dict.fromkeys(PHASES, 0.0)
         self._started: float | None = None
         self._marks: list[tuple[str, object, object]] = []
@@ -80,6 +81,16 @@ class StepPhases:
         interval, self._interval = self._interval, dict.fromkeys(PHASES, 0.0)
         return shares(interval)
 
+    @contextlib.contextmanager
+    def under(self, phase: str) -> Iterator[None]:
+        """Time what is done inside, between ``begin`` and ``end``, as ``phase``; elsewhere it is not timed."""
+        if self._started is None:
+            yield
+            return
+        start = self._now()
+        yield
+        self._marks.append((phase, start, self._now()))
+
     def _now(self):
         if not self._events:
             return time.perf_counter()
@@ -91,13 +102,11 @@ class StepPhases:
         def timed(engine, *args, **kwargs):
             if self._started is None:
                 return function(engine, *args, **kwargs)
-            if phase == "optimizer" and self.before_optimizer is not None:
-                call, self.before_optimizer = self.before_optimizer, None
+            if phase == "reduction" and self.before_reduction is not None:
+                call, self.before_reduction = self.before_reduction, None
                 call()
-            start = self._now()
-            result = function(engine, *args, **kwargs)
-            self._marks.append((phase, start, self._now()))
-            return result
+            with self.under(phase):
+                return function(engine, *args, **kwargs)
         return timed
 
 

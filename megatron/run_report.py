@@ -66,7 +66,7 @@ class RunReport:
         """Around ``train_batch``. The first one also counts what is kept for backward."""
         first = self._phases.steps == 0
         if first:
-            self._phases.before_optimizer = self._see_gradients
+            self._phases.before_reduction = self._see_gradients
         else:
             self._timed_samples += samples
         on_cpu = get_accelerator().device_name() == "cpu"
@@ -76,6 +76,10 @@ class RunReport:
         self._phases.end()
         if kept is not None:
             self._activations = kept.peak
+
+    def reading(self) -> contextlib.AbstractContextManager:
+        """Around data read inside ``step`` before the engine asks for them."""
+        return self._phases.under("data")
 
     def shares(self) -> dict[str, float]:
         """Share of this rank's step time by phase since the last call."""

@@ -11,12 +11,21 @@ WRAPPED = ("all_reduce", "reduce", "broadcast", "all_gather_into_tensor", "reduc
            "all_gather", "reduce_scatter", "send", "recv", "isend", "irecv")
 
 
+class Traffic(Counter):
+    """(name, ranks of the group) -> bytes of the first tensor, summed over calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict = {}
+        """the same keys -> bytes of each call, in order"""
+
+
 @contextlib.contextmanager
 def counted_collectives():
-    """Yield a Counter: (name, ranks of the group) -> bytes of the first tensor, summed over calls."""
+    """Yield the Traffic of this rank inside the block."""
     import torch
 
-    seen: Counter = Counter()
+    seen = Traffic()
     originals = {name: getattr(dist, name) for name in WRAPPED}
 
     def wrap(name, call):
@@ -27,7 +36,9 @@ def counted_collectives():
                 group = next((value for value in args if isinstance(value, dist.ProcessGroup)), None)
             ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
             if tensor is not None:
-                seen[name, ranks] += tensor.numel() * tensor.element_size()
+                size = tensor.numel() * tensor.element_size()
+                seen[name, ranks] += size
+                seen.sizes.setdefault((name, ranks), []).append(size)
             return call(*args, **kwargs)
         return counting
 
