@@ -20,7 +20,8 @@ from megatron.config import Settings
 from megatron.deepspeed_config import derive_deepspeed_config
 from megatron.errors import RunError
 from megatron.initialize import agree, quiet
-from megatron.model.pipe import GPTPipeline, loss_function
+from megatron.model.loss import GlobalWeight, loss_function
+from megatron.model.pipe import GPTPipeline
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.layers import torch_dtype
 from megatron.optimizer.build import build_optimizer
@@ -28,15 +29,17 @@ from megatron.optimizer.learning_rate import build_schedule
 from megatron.replicas import fingerprint
 
 
-def build_model(settings: Settings, context: ParallelContext, streams, plan: LoadPlan) -> GPTPipeline:
+def build_model(settings: Settings, context: ParallelContext, streams, plan: LoadPlan,
+                weight: GlobalWeight | None = None) -> GPTPipeline:
     """Collective: this rank's stage, filled from the plan's weights, frozen if asked.
 
+    The loss is divided by ``weight``, where given, else by that of its micro-batch.
     Raises RunError on all ranks when the weights cannot be loaded on one of them.
     """
     with quiet():
         model = GPTPipeline(settings.model, context, streams,
                             partition_method=settings.parallel.pp_partition_method,
-                            loss_fn=loss_function(settings.model, context))
+                            loss_fn=loss_function(settings.model, context, weight))
     if plan.folder and not plan.resume:
         problem = None
         try:

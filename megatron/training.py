@@ -31,6 +31,7 @@ from megatron.errors import RunError, SharedRunError
 from megatron.flops import gigaflos, tflops_reported
 from megatron.initialize import agree, check_precision, initialize_distributed, shutdown
 from megatron.metrics import LossWindow, Timers, params_norm
+from megatron.model.loss import GlobalWeight
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.random import seed_everything
 from megatron.optimizer.batch_size import BatchSizeSchedule, training_iterations
@@ -66,6 +67,8 @@ class Run:
     schedule: Any = None
     replicas: Any = None
     report: RunReport | None = None
+    weight: GlobalWeight | None = None
+    to_batch: Callable | None = None
     started: float = field(default_factory=time.monotonic)
     last_saved: int = -1
     timers: Timers = field(default_factory=Timers)
@@ -94,7 +97,9 @@ def pretrain(settings: Settings, task: Task) -> None:
     plan = state.shared_plan(settings.checkpoint, context, eval_only=settings.train.eval_only)
     run.say(plan.reason)
     stored = state.check_stored(plan, settings, context) if plan.folder else {}
-    model = build_model(settings, context, run.streams, plan)
+    if settings.train.loss_normalization != "micro-batch":
+        run.weight = GlobalWeight(context)
+    model = build_model(settings, context, run.streams, plan, run.weight)
     state.check_trained(plan, stored, settings, context, model)
     parameters = bitfit.parameter_report(model, context)
     run.say(bitfit.format_report(parameters))
@@ -111,8 +116,8 @@ def pretrain(settings: Settings, task: Task) -> None:
     run.replicas.start(run.progress.iteration)
     run.writer.log_restart(run.progress.iteration, context.world_size)
     datasets = _datasets(run, task)
-    to_batch = task.batch(settings, tokenizer)
-    run.engine.set_batch_fn(to_batch)
+    run.to_batch = task.batch(settings, tokenizer)
+    run.engine.set_batch_fn(run.to_batch)
     valid = {name: _rows(run, dataset, valid=True, groups=len(datasets.valid))
              for name, dataset in datasets.valid.items()}
     if settings.train.eval_iters and not valid:
@@ -280,7 +285,7 @@ def _step(run: Run, rows: Iterator | None, samples: int) -> tuple[float, bool]:
     skipped_before = engine.skipped_steps
     try:
         with run.report.step(samples):
-            loss = float(engine.train_batch(rows))
+            loss = float(engine.train_batch(_weighed(run, rows, samples)))
     except Exception as error:
         if "loss scale already at minimum" in str(error):  # DeepSpeed's only sign of it
             raise SharedRunError(f"iteration {run.progress.iteration + 1}: gradients overflow even at the lowest loss "
@@ -291,6 +296,17 @@ def _step(run: Run, rows: Iterator | None, samples: int) -> tuple[float, bool]:
     _count(run, samples)
     run.timers.stop("train-batch")
     return loss, skipped
+
+
+def _weighed(run: Run, rows: Iterator | None, samples: int) -> Iterator | None:
+    """``rows``, or where the loss is divided over the global batch, those of it, read ahead to weigh them."""
+    if run.weight is None or rows is None:
+        return rows
+    with run.report.reading():
+        batch = [next(rows) for _ in range(samples // (run.settings.train.micro_batch_size * run.context.dp_size))]
+        if run.context.is_last_stage:
+            run.weight.set([run.to_batch(micro_batch)[1][1] for micro_batch in batch])
+    return iter(batch)
 
 
 class _Line:
@@ -405,7 +421,8 @@ def evaluate(run: Run, name: str, rows: Iterator | None, prefix: str) -> float:
     micro_batches = config.global_batch_size // (config.micro_batch_size * run.context.dp_size)
     total = 0.0
     for _ in range(config.eval_iters):
-        total += float(run.engine.eval_batch(rows, num_micro_batches=micro_batches))
+        batch = _weighed(run, rows, config.global_batch_size)
+        total += float(run.engine.eval_batch(batch, num_micro_batches=micro_batches))
         run.progress.consumed_valid_samples += config.global_batch_size
     loss = total / config.eval_iters
     run.timers.stop("evaluation")
