@@ -162,9 +162,11 @@ def main(arguments=None) -> None:
     names = [name for name in VARIANTS if name in options.variants or name == BASE]
     common.progress(f"building {', '.join(names)}: {shape.text()}")
     contenders = build(shape, names, lora_rank=options.lora_rank)
-    seconds = common.interleave({name: common.synchronized(contender) for name, contender in contenders.items()},
-                                options.repetitions, warmup=2, note=common.progress)
+    steps = {name: common.synchronized(contender) for name, contender in contenders.items()}
+    common.interleave(steps, 0, warmup=2)
     check_equal_losses(contenders, options.dtype)
+    common.progress("losses are equal")
+    seconds = common.interleave(steps, options.repetitions, warmup=0, note=common.progress)
     rows, figures = [], {}
     for name in names:
         speed = [shape.tokens / value for value in seconds[name]]
