@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from counting import counted_collectives
-from small_runs import Case, build_run, global_batch, settings_of, split_rows, train_steps
+from small_runs import Case, build_run, settings_of, train_steps
 
 from megatron.memory import expected_bytes, held_bytes, storage_key, tensors_within
 from megatron.phases import StepPhases
@@ -70,27 +70,3 @@ def unequal_start(case: Case, base: str) -> dict:
         build_engine(model, settings, context, 100, case.global_batch)
     return {"value": float(weight[0, 0]), "sizes": start.sizes, "bytes": bytes_of([weight]),
             "dp_ranks": tuple(torch.distributed.get_process_group_ranks(context.dp_group))}
-
-
-def step_cost(case: Case, base: str, steps: int) -> dict:
-    """Seconds of ``steps`` steps without and with timed phases, in turn; the least of each."""
-    import time
-
-    _, context, _, engine, _ = build_run(case, base)
-    engine.set_batch_fn(lambda rows: split_rows(rows))
-    plain, best = type(engine)._INSTRUCTION_MAP, {}
-    phases = StepPhases(engine)
-    timed = engine._INSTRUCTION_MAP
-    batch = global_batch(0)
-    for _ in range(steps):
-        for kind, instructions in (("plain", plain), ("timed", timed)):
-            engine._INSTRUCTION_MAP = instructions
-            rows = iter(batch.split(case.micro))
-            start = time.perf_counter()
-            if kind == "timed":
-                phases.begin()
-            engine.train_batch(rows)
-            if kind == "timed":
-                phases.end()
-            best[kind] = min(best.get(kind, 1e9), time.perf_counter() - start)
-    return best
