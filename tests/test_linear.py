@@ -1,11 +1,11 @@
-"""The linear product and GELU of our own against torch's autograd in fp64."""
+"""The linear product, GELU and dropout of our own against torch's autograd in fp64, and closed forms."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from small_model import ALONE, config
 
-from megatron.model.activations import gelu_tanh
+from megatron.model.activations import dropout, gelu_tanh
 from megatron.model.norm import LayerNorm
 from megatron.mpu import linear as linear_module
 from megatron.mpu.linear import linear
@@ -114,3 +114,16 @@ def test_gelu_keeps_one_tensor_of_the_size_of_its_input_and_nothing_without_grad
         with torch.no_grad():
             gelu_tanh(x)
     assert kept == [x.nbytes]
+
+
+def test_dropout_zeroes_its_share_scales_the_rest_and_passes_gradients_alike():
+    x = torch.ones(100_000, requires_grad=True)
+    y = dropout(x, 0.3, True)
+    kept = y != 0
+    assert abs(float(kept.float().mean()) - 0.7) < 5 * (0.3 * 0.7 / 100_000)**0.5
+    torch.testing.assert_close(y[kept], torch.full((int(kept.sum()),), 1 / 0.7))
+    y.backward(torch.full_like(y, 2.0))
+    torch.testing.assert_close(x.grad, 2 * y.detach())
+    assert not torch.equal(dropout(x, 0.3, True) != 0, kept)
+    assert dropout(x, 0.3, False) is x and dropout(x, 0.0, True) is x
+    assert dropout(x, 1.0, True).eq(0).all()

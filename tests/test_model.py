@@ -23,7 +23,7 @@ from small_model import (
 )
 
 from megatron.config import ModelConfig
-from megatron.model import attention, hf_names
+from megatron.model import attention, block, hf_names
 from megatron.model.pipe import GPTModel, build_specs
 from megatron.mpu.random import seed_everything
 from megatron.mpu.tags import shard, tag_of
@@ -293,7 +293,7 @@ def tp_dropout(context):
         settings = config(num_layers=1, **{which: 0.5})
         model = build(settings, context)
         masks = []
-        owner, name = (F, "dropout") if equal else (attention, "blocked_attention")
+        owner, name = (block, "dropout") if equal else (attention, "blocked_attention")
         plain = getattr(owner, name)
 
         def record(*args, plain=plain, masks=masks, **given):

@@ -1,4 +1,4 @@
-"""GELU, with its backward prepared in forward where that is cheaper."""
+"""GELU and dropout, as a processor does them best; accelerators take torch's kernels."""
 
 from __future__ import annotations
 
@@ -60,3 +60,28 @@ def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     elementwise step of a block; the sigmoid form below takes half its time.
     """
     return _GeluTanh.apply(x) if x.device.type == "cpu" else F.gelu(x, approximate="tanh")
+
+
+class _Dropout(torch.autograd.Function):
+    """Keeps one byte an element; torch's own on a processor keeps the whole mask in the dtype of ``x``."""
+
+    @staticmethod
+    def forward(ctx, x, rate):
+        dropped = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(rate)
+        ctx.rate = rate
+        ctx.save_for_backward(dropped)
+        return x.masked_fill(dropped, 0.0).mul_(1 / (1 - rate))
+
+    @staticmethod
+    def backward(ctx, grad):
+        dropped, = ctx.saved_tensors
+        return grad.masked_fill(dropped, 0.0).mul_(1 / (1 - ctx.rate)), None
+
+
+def dropout(x: torch.Tensor, rate: float, training: bool) -> torch.Tensor:
+    """Zero a share ``rate`` of the elements of ``x`` while training and scale the others by 1 / (1 - rate)."""
+    if not training or rate == 0:
+        return x
+    if x.device.type == "cpu" and rate < 1:
+        return _Dropout.apply(x, rate)
+    return F.dropout(x, rate)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from megatron.config import ModelConfig
+from megatron.model.activations import dropout
 from megatron.model.attention import SelfAttention
 from megatron.model.mlp import MLP
 from megatron.model.norm import LayerNorm
@@ -44,4 +44,4 @@ class ParallelTransformerLayerPipe(torch.nn.Module):
         residual = normed if self.config.apply_residual_connection_post_layernorm else x
         if self.config.fp32_residual_connection:
             residual = residual.float()
-        return residual + F.dropout(update, self.config.hidden_dropout, self.training)
+        return residual + dropout(update, self.config.hidden_dropout, self.training)

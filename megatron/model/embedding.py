@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.config import ModelConfig
+from megatron.model.activations import dropout
 from megatron.model.norm import LayerNorm
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.layers import VocabParallelEmbedding, normal_parameter
@@ -68,7 +69,7 @@ class EmbeddingPipe(torch.nn.Module):
             x = x + self.position_embeddings(positions)
         if self.config.fp32_residual_connection:
             x = x.float()
-        x = F.dropout(x, self.config.hidden_dropout, self.training)
+        x = dropout(x, self.config.hidden_dropout, self.training)
         return (x, *segments) if segments else x
 
 
