@@ -34,6 +34,7 @@ PURPOSE = {
     "Gelu": "gradient of GELU, from its input",
     "_Attention": "gradients of query, key and value; scores are formed again from them",
     "ScaledDotProduct": "gradients of query, key and value; scores are formed again from them",
+    "_Dropout": "which elements dropout kept",
     "NativeDropout": "which elements dropout kept",
     "Mul": "which elements dropout kept",
     "Softmax": "gradient of the scores",
