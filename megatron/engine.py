@@ -93,7 +93,7 @@ def _frozen_not_broadcast(model: GPTPipeline, context: ParallelContext) -> Itera
     """Collective: DeepSpeed, built inside, does not broadcast frozen parameters over DP.
 
     It would send every parameter from DP rank 0, though all replicas drew the same
-    numbers or read the same file. Eight bytes per frozen tensor prove that here; one that
+    numbers or read the same file. Sixteen bytes per frozen tensor prove that here; one that
     does differ is broadcast as before. What trains is always broadcast.
     """
     frozen = [param for param in model.parameters() if not param.requires_grad]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections import Counter
 
 import torch.distributed as dist
@@ -42,10 +43,17 @@ def counted_collectives():
             return call(*args, **kwargs)
         return counting
 
+    # DeepSpeed looks this one up once, when it starts
+    backend = sys.modules["deepspeed.comm.comm"].cdb if "deepspeed.comm.comm" in sys.modules else None
+    gather = getattr(backend, "all_gather_function", None)
     try:
         for name, call in originals.items():
             setattr(dist, name, wrap(name, call))
+        if gather is not None:
+            backend.all_gather_function = wrap("all_gather_into_tensor", gather)
         yield seen
     finally:
         for name, call in originals.items():
             setattr(dist, name, call)
+        if gather is not None:
+            backend.all_gather_function = gather

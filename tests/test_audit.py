@@ -32,7 +32,7 @@ def test_nothing_for_frozen_parameters(dtype, base, worker_group):
         assert held.optimizer == pytest.approx(12 * trained / case.dp, abs=12 * padding)
         assert expected.optimizer == pytest.approx(held.optimizer, abs=SCALAR)
         assert held.weights <= result["frozen_bytes"] + result["trained_bytes"] + 4 * padding
-        # at the start: what trains is broadcast over DP, of the rest eight bytes a tensor
+        # at the start: what trains is broadcast over DP, of the rest sixteen bytes a tensor
         dp = result["dp_ranks"]
         assert sum(result["start"]["broadcast", dp]) == result["trained_bytes"]
         assert not any(size > result["trained_bytes"] for sizes in result["start"].values() for size in sizes
@@ -43,7 +43,7 @@ def test_nothing_for_frozen_parameters(dtype, base, worker_group):
         assert large == [trained * {"fp32": 4, "bf16": 4, "fp16": 2}[dtype]]
         assert all(size <= SCALAR for size in moved.get(("all_reduce", result["tied_ranks"]), []))
         gathered = sum(sum(sizes) for (name, _), sizes in moved.items() if name.startswith("all_gather"))
-        assert gathered <= result["trained_bytes"] + 8 * padding
+        assert result["trained_bytes"] <= gathered <= result["trained_bytes"] + 8 * padding
         assert not any(size > SCALAR for (name, _), sizes in moved.items() for size in sizes
                        if name in ("reduce", "broadcast", "reduce_scatter", "reduce_scatter_tensor"))
         # time: every phase that exists on this stage took some, the shares add up

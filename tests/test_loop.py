@@ -1,9 +1,13 @@
 """What the loop does around the steps: ramp, discarded data, evaluation, stops, curves."""
 
 import pytest
-from launching import run_alone, training_lines
+from launching import facts, run_alone, training_lines
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_data import small_model_flags, write_documents
+
+from megatron.config import ModelConfig
+from megatron.flops import operations_needed
+from megatron.phases import PHASES
 
 
 def without(flags: list[str], *names: str) -> list[str]:
@@ -60,7 +64,7 @@ def test_every_validation_group_has_its_own_lines_and_curves(flags, tmp_path):
         "--train-weighted-split-paths", f"train: 1 0:0.9 {train}",
         "--valid-weighted-split-paths", f"counting: 1 0.9:1 {train}", f"elsewhere: 0.5 0:1 {other}, 0.5 0.5:1 {train}",
         "--eval-interval", "2", "--eval-iters", "2", "--tensorboard-dir", str(tmp_path / "curves"),
-        "--log-validation-ppl-to-tensorboard", "--log-params-norm", "--log-path", str(tmp_path / "arguments")])
+        "--log-validation-ppl-to-tensorboard", "--log-params-norm", "--log-timers-to-tensorboard", "--log-path", str(tmp_path / "arguments")])
     for group in ("counting", "elsewhere"):
         for prefix in ("iteration 2", "iteration 4", "the end of training for val data"):
             assert said.count(f"{group} loss at {prefix} | lm loss value: ") == 1
@@ -75,6 +79,32 @@ def test_every_validation_group_has_its_own_lines_and_curves(flags, tmp_path):
         [line["loss"] for line in lines], rel=1e-6)
     assert all(line["params_norm"] > 0 for line in lines)
     assert len(list((tmp_path / "arguments").glob("args_*.txt"))) == 1
+    check_accounts(facts(said), lines, curves)
+
+
+def check_accounts(told, lines, curves):
+    """The run facts of a full fp32 training on one rank, and the curves that go with them."""
+    shape = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=32, embed_layernorm=True,
+                        padded_vocab_size=(told["total parameters"] - 2 * 13 * 32 - 2 * 12 * 32**2 - 4 * 32) // 32)
+    needed = operations_needed(shape, 1, bitfit=False).total
+    assert told["FLOP per sample (operations needed)"] == needed
+    weights = 4 * told["total parameters"]
+    held = {kind: told[f"memory bytes: {kind} (max over ranks)"]
+            for kind in ("weights", "gradients", "optimizer", "activations", "rest")}
+    assert held["weights"] == held["gradients"] == weights
+    assert held["optimizer"] == pytest.approx(3 * weights, rel=1e-3)  # and padding, a step count per group
+    assert held["activations"] > 2 * 2 * 32 * 32 * 4 * 10
+    assert sum(held.values()) == told["peak memory bytes (max over ranks)"]
+    shares = {phase: told[f"share of step time: {phase} (percent, mean over ranks)"] for phase in PHASES}
+    assert sum(shares.values()) == pytest.approx(100, abs=0.01)
+    assert shares["forward"] > 0 and shares["backward"] > 0 and shares["optimizer"] > 0
+    assert shares["send"] == shares["pipeline wait"] == 0
+    drawn = {phase: curves.Scalars(f"time-share/{phase}") for phase in PHASES}
+    for at in range(len(lines)):
+        assert sum(curve[at].value for curve in drawn.values()) == pytest.approx(1, abs=1e-5)
+    rates = [event.value for event in curves.Scalars("iteration-time/TFLOPs per gpu (operations needed)")]
+    times = [event.value for event in curves.Scalars("iteration-time/iteration-time")]
+    assert [rate * seconds for rate, seconds in zip(rates, times)] == pytest.approx([needed * 8 / 1e12] * len(lines))
 
 
 def test_evaluation_changes_nothing_in_training(flags):

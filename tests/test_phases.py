@@ -56,6 +56,10 @@ def test_each_instruction_is_charged_to_its_phase(monkeypatch):
     assert timed.seconds == {phase: 2 * step[phase] for phase in PHASES} and timed.steps == 3
     assert timed.drain() == pytest.approx({phase: step[phase] / 60 for phase in PHASES})
     assert timed.drain() == {} and seen == [102 + 1 + 2 + 3]
+    execute(engine, schedule.ForwardPass)  # evaluation between two steps
+    timed.begin()
+    timed.end()
+    assert timed.drain() == {}
 
 
 def test_on_an_accelerator_events_tell_the_time_and_are_used_again(monkeypatch):
