@@ -9,6 +9,7 @@ import socket
 import warnings
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from megatron.config import ParallelConfig
@@ -73,6 +74,9 @@ def initialize_distributed(parallel: ParallelConfig, timeout_minutes: float = 30
     accelerator = get_accelerator()
     on_cpu = accelerator.device_name() == "cpu"
     if on_cpu:
+        # before torch starts its threads, which inherit it: results that underflow (far keys of ALiBi,
+        # Adam's moments of a bias without gradient) are zero, not slow
+        torch.set_flush_denormal(True)
         # a shared-memory kernel for inference only; building it would cost a minute and a compiler
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     else:
