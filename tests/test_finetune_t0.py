@@ -1,18 +1,21 @@
 """finetune_t0: pairs that do not see each other, one gradient however rows are dealt out, starts and stops, whole jobs."""
 
+import dataclasses
 import json
 import sys
 
 import pytest
 import small_model
 import torch
-from finetune_jobs import EOS, FIRST_WORD, base_flags, draw_pairs, pair_by_pair, runs, write_pairs
+from finetune_jobs import CASE, EOS, FIRST_WORD, base_flags, draw_pairs, pair_by_pair, runs, write_pairs
 from launching import ROOT, facts, launch, training_lines
-from small_runs import merge
+from resume_jobs import first_half, refusal
+from small_runs import merge, write_base
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.checkpoint import files
-from megatron.config import DataConfig
+from megatron.checkpoint.state import plan_load
+from megatron.config import CheckpointConfig, DataConfig
 from megatron.data.mtf_batch import mtf_batch
 
 sys.path.insert(0, str(ROOT / "tools"))
@@ -179,8 +182,12 @@ def weights_in(folder):
             for name, tensor in files.read(path).items()}
 
 
-@pytest.mark.parametrize("normalization", ["micro-batch", "global-tokens"])
-def test_evaluations_and_a_stop_within_an_epoch_change_nothing(normalization, job, worker_group, tmp_path):
+OLD_FLAGS = ["--finetune", "--no-load-optim", "--reset-progress"]
+
+
+@pytest.mark.parametrize("normalization, old", [("micro-batch", []), ("global-tokens", OLD_FLAGS)],
+                         ids=["micro-batch", "global-tokens with old flags"])
+def test_evaluations_and_a_stop_within_an_epoch_change_nothing(normalization, old, job, worker_group, tmp_path):
     """One run in one go without evaluation; one evaluated on two sets, stopped, and started again by the same line."""
     _, flags = job
     pairs = draw_pairs(24, seed=1)
@@ -189,11 +196,12 @@ def test_evaluations_and_a_stop_within_an_epoch_change_nothing(normalization, jo
                    "--global-batch-size", "4", "--train-iters", "8", "--save-interval", "100"], normalization, micro=2)
     evaluated = [*flags, "--valid-weighted-split-paths", f"near: 1 0.5:1 {data}", f"far: 1 0:1 {other}",
                  "--eval-iters", "2", "--eval-interval", "1", "--tensorboard-dir", str(tmp_path / "curves"),
-                 "--log-validation-ppl-to-tensorboard", "--save", str(tmp_path / "parts")]
+                 "--log-validation-ppl-to-tensorboard", "--save", str(tmp_path / "parts"), *old]
     (whole, first, later), = worker_group(1).run(
         runs, [*flags, "--eval-iters", "0", "--save", str(tmp_path / "whole")], [*evaluated, "--exit-interval", "3"], evaluated)
     assert "starting from the base" in first["log"] and "weights only" in first["log"]
     assert f"resuming: --save {tmp_path / 'parts'} holds this run's global_step3" in later["log"]
+    assert all(flag in later["log"].split("holds this run's")[1].splitlines()[0] for flag in old)
     parts = first["lines"] + later["lines"]
     assert [line["iteration"] for line in parts] == list(range(1, 9))
     for one, two in zip(whole["lines"], parts, strict=True):
@@ -219,6 +227,21 @@ def test_evaluations_and_a_stop_within_an_epoch_change_nothing(normalization, jo
     values = [[event.value for event in curves.Scalars(f"lm-loss-validation/{group}/lm loss validation")]
               for group in ("near", "far")]
     assert all(one != two for one, two in zip(*values))
+
+
+def test_the_ways_out_of_another_trainable_set_start_from_weights_alone(tmp_path, worker_group):
+    """The error of a resume names them, whichever --load it was planned from; they lead out."""
+    write_base(str(tmp_path / "base"), CASE)
+    run, other = str(tmp_path / "run"), str(tmp_path / "other")
+    worker_group(1).run(first_half, CASE, str(tmp_path / "base"), 1, run)
+    said, = worker_group(1).run(refusal, dataclasses.replace(CASE, bitfit=True), run)
+    assert f"--load {run} and save to another --save folder" in said and "add --finetune --no-load-optim" in said
+    assert plan_load(CheckpointConfig(load=run, save=other)).weights_only
+    assert plan_load(CheckpointConfig(load=run, save=run, finetune=True, load_optim=False)).weights_only
+    # without making it --load too these flags concerned the first start, and the run resumes
+    for load in (None, str(tmp_path / "base")):
+        plan = plan_load(CheckpointConfig(load=load, save=run, finetune=True, load_optim=False))
+        assert plan.resume and plan.progress and "--finetune, --no-load-optim concerned the first start" in plan.reason
 
 
 # --- whole jobs ---

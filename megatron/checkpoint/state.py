@@ -6,8 +6,9 @@ Which folder a start reads is decided once, on rank 0, and told to all ranks:
 found                                 done
 ====================================  =====================================================
 ``--save`` holds a checkpoint,         resume this run from there (weights, optimizer,
-``--load`` is it too, is another       schedule, progress, random states)
-folder or is not given
+``--load`` is it too, is another       schedule, progress, random states); with another or
+folder or is not given                 no ``--load``, ``--finetune``, ``--no-load-optim`` and
+                                       ``--reset-progress`` were for the first start
 ``--load`` is another folder           start from it as a base: weights only, everything
                                        else fresh
 ``--load`` is the ``--save`` folder    resume, less what ``--finetune``, ``--no-load-optim``,
@@ -84,8 +85,11 @@ def plan_load(config: CheckpointConfig, *, eval_only: bool = False) -> LoadPlan:
                 and Path(config.save).resolve() == Path(config.load).resolve())
     if own and not same and not eval_only:
         base = f"; --load {config.load} was its base and is not read again" if config.load else ""
+        spent = [flag for flag, given in (("--finetune", config.finetune), ("--no-load-optim", not config.load_optim),
+                                          ("--reset-progress", config.reset_progress)) if given]
+        spent = f"; {', '.join(spent)} concerned the first start alone" if spent else ""
         return LoadPlan(config.save, own, resume=True, progress=True, rng=config.load_rng,
-                        reason=f"resuming: --save {config.save} holds this run's {own}{base}")
+                        reason=f"resuming: --save {config.save} holds this run's {own}{base}{spent}")
     if not config.load:
         return LoadPlan(None, None)
     tag = files.latest_tag(config.load)
@@ -273,7 +277,8 @@ def check_trained(plan: LoadPlan, stored: dict, settings: Settings, context: Par
         asked = _kind(settings.optimizer.bitfit, settings.optimizer.bitfit_bias_terms)
         problem = (f"{plan.path} holds optimizer state of {kind}, but this run is {asked} and trains another "
                    f"set of parameters; to resume, train what it trained ({kind}); to start from its weights "
-                   "alone save to another --save folder, or give --finetune --no-load-optim")
+                   f"alone, --load {plan.folder} and save to another --save folder, or make it both --load and "
+                   "--save and add --finetune --no-load-optim")
     agree(context, problem)
 
 
