@@ -133,7 +133,7 @@ def _run(flags: list[str]) -> dict:
 def pair_by_pair(folder: Path, groups: list[list], normalization: str, *, steps: int, lr: float) -> dict:
     """``steps`` plain steps of gradient descent on the pairs of one global batch, again and again.
 
-    ``groups`` are the pairs of each micro-batch. No packing, masks or weights: the loss of a pair
+    Returns losses and all tensors, also as they were before the first step. ``groups`` are the pairs of each micro-batch. No packing, masks or weights: the loss of a pair
     is torch's cross entropy of its targets when it is read alone, less those behind an EOS.
     """
     from megatron.model.pipe import GPTModel
@@ -145,6 +145,7 @@ def pair_by_pair(folder: Path, groups: list[list], normalization: str, *, steps:
     for index, layer in model.layers.items():
         layer.load_state_dict(torch.load(folder / "base" / "global_step1" / f"layer_{int(index):02d}-model_00-model_states.pt",
                                          weights_only=True))
+    before = {pipeline_name(name): param.detach().clone() for name, param in model.named_parameters()}
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=lr), []
     for _ in range(steps):
         optimizer.zero_grad()
@@ -160,7 +161,7 @@ def pair_by_pair(folder: Path, groups: list[list], normalization: str, *, steps:
         loss.backward()
         losses.append(float(loss.detach()))
         optimizer.step()
-    return {"losses": losses,
+    return {"losses": losses, "before": before,
             "tensors": {pipeline_name(name): param.detach().clone() for name, param in model.named_parameters()}}
 
 

@@ -138,16 +138,16 @@ def dealt(flags, normalization, **degrees):
     return [*flags, "--loss-normalization", normalization, *more]
 
 
-def check(per_rank, expected, tolerance=1e-5):
-    """Every rank's run: logged losses and all weights after the steps, as a share of the step taken."""
+def check(per_rank, expected):
+    """Logged losses, and of every tensor the way it went, which is the sum of its gradients times the rate."""
     lines = next(run["lines"] for run in reversed(per_rank) if run["lines"])
-    assert [line["loss"] for line in lines] == pytest.approx(expected["losses"], rel=tolerance)
+    assert [line["loss"] for line in lines] == pytest.approx(expected["losses"], rel=1e-5)
     tensors = merge(per_rank)
     assert tensors.keys() == expected["tensors"].keys()
     for name, wanted in expected["tensors"].items():
-        assert torch.isfinite(tensors[name]).all()
-        error = float((tensors[name] - wanted).abs().max() / wanted.abs().max())
-        assert error < tolerance, f"{name} is off by {error:.2e} of its largest value"
+        way = float((wanted - expected["before"][name]).abs().max())
+        error = float((tensors[name] - wanted).abs().max())
+        assert error < 5e-5 * way + 2e-6, f"{name} is off by {error:.2e} after a way of {way:.2e}"
 
 
 @pytest.mark.parametrize("normalization", ["global-tokens", "global-targets"])
