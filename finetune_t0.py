@@ -18,9 +18,15 @@ def datasets(settings, wanted):
 
 
 def batch(settings, tokenizer):
-    """Function from rows [b, s + 1] to what the first and the last stage take."""
-    from megatron.data.mtf_batch import batch_function
+    """Function from rows [b, s + 1] to what the first and the last stage take.
 
+    Raises SharedRunError when ``--eod-mask-loss`` asks for an end token that the tokenizer lacks.
+    """
+    from megatron.data.mtf_batch import batch_function
+    from megatron.errors import SharedRunError
+
+    if settings.data.eod_mask_loss and not tokenizer.has("eod"):
+        raise SharedRunError(f"--eod-mask-loss needs a tokenizer with an end token; {tokenizer.describe()}")
     return batch_function(settings.data, tokenizer)
 
 

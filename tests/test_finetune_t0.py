@@ -7,16 +7,30 @@ import sys
 import pytest
 import small_model
 import torch
-from finetune_jobs import CASE, EOS, FIRST_WORD, base_flags, draw_pairs, pair_by_pair, runs, write_pairs
+from finetune_jobs import (
+    CASE,
+    EOS,
+    FIRST_WORD,
+    base_flags,
+    draw_pairs,
+    pair_by_pair,
+    runs,
+    write_pairs,
+    write_tokenizer,
+)
 from launching import ROOT, facts, launch, training_lines
 from resume_jobs import first_half, refusal
 from small_runs import merge, write_base
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import finetune_t0
+from megatron.arguments import parse_arguments
 from megatron.checkpoint import files
 from megatron.checkpoint.state import plan_load
 from megatron.config import CheckpointConfig, DataConfig
 from megatron.data.mtf_batch import mtf_batch
+from megatron.errors import SharedRunError
+from megatron.tokenizer import build_tokenizer
 
 sys.path.insert(0, str(ROOT / "tools"))
 
@@ -99,6 +113,18 @@ def test_between_layers_travel_segment_ids_and_no_square_mask(prefix):
     model(part.tokens, part.position_ids, part.segment_ids)
     assert [[tuple(each.shape) for each in output] for output in sent] == [[(1, 16, 24), (1, 16)]] * 3
     assert all(torch.equal(ids, part.segment_ids) for _, ids in sent)
+
+
+def test_eod_mask_loss_without_an_end_token_is_refused_before_training(tmp_path):
+    flags = [*write_tokenizer(tmp_path), "--num-layers", "2", "--hidden-size", "24", "--num-attention-heads", "4",
+             "--seq-length", "16", "--max-position-embeddings", "16", "--micro-batch-size", "1", "--train-iters", "1",
+             "--lr", "1e-3", "--data-path", "unread", "--eod-mask-loss"]
+    settings = parse_arguments(flags, entry="finetune_t0", environ={})
+    finetune_t0.batch(settings, build_tokenizer(settings.tokenizer))
+    (tmp_path / "tokenizer" / "tokenizer_config.json").unlink()  # which says what tokens stand for
+    bare = dataclasses.replace(settings.tokenizer, tokenizer_name_or_path=str(tmp_path / "tokenizer" / "tokenizer.json"))
+    with pytest.raises(SharedRunError, match="--eod-mask-loss needs a tokenizer with an end token.*93 token ids"):
+        finetune_t0.batch(settings, build_tokenizer(bare))
 
 
 # --- the gradient of the global batch ---

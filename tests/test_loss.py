@@ -45,7 +45,7 @@ def test_over_the_global_batch_the_mean_of_micro_batches_is_the_whole_quotient()
     whole = sum(weighted_sum(*batch, mask.tolist()) for batch, mask in zip(batches, masks)) / 12.75
     assert (sum(losses) / 3).item() == pytest.approx(whole, rel=1e-6) and losses[1].item() == 0
     weight.set([torch.zeros(SHAPE)] * 3)  # another global batch, without anything to learn
-    assert float(loss_of(batches[0][0], (batches[0][1], torch.zeros(SHAPE)))) == 0
+    assert loss_of(batches[0][0], (batches[0][1], torch.zeros(SHAPE))).item() == 0
 
 
 @pytest.mark.parametrize("over_global_batch", [False, True])
@@ -60,7 +60,7 @@ def test_without_weight_loss_and_gradient_are_zero_whatever_the_label(label, ove
     loss = loss_function(small_model.config(), small_model.ALONE, weight)(
         logits, (torch.full_like(labels, label), torch.zeros(SHAPE)))
     loss.backward()
-    assert float(loss) == 0 and torch.equal(logits.grad, torch.zeros_like(logits))
+    assert loss.item() == 0 and torch.equal(logits.grad, torch.zeros_like(logits))
 
 
 def test_the_divisor_is_fp32_in_16_bits_too():
