@@ -6,8 +6,10 @@ import torch.nn.functional as F
 from small_model import ALONE, config
 
 from megatron.model.activations import dropout, gelu_tanh
+from megatron.model.blocked_attention import Visibility, blocked_attention
 from megatron.model.norm import LayerNorm
 from megatron.mpu import linear as linear_module
+from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy
 from megatron.mpu.linear import linear
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -127,3 +129,16 @@ def test_dropout_zeroes_its_share_scales_the_rest_and_passes_gradients_alike():
     assert not torch.equal(dropout(x, 0.3, True) != 0, kept)
     assert dropout(x, 0.3, False) is x and dropout(x, 0.0, True) is x
     assert dropout(x, 1.0, True).eq(0).all()
+
+
+@pytest.mark.parametrize("function", [
+    gelu_tanh, lambda x: dropout(x, 0.5, True), lambda x: linear(x, torch.ones(4, 3, requires_grad=True), None, ALONE),
+    lambda x: blocked_attention(x.view(1, 2, 1, 3, 1), Visibility()),
+    lambda x: vocab_parallel_cross_entropy(x, torch.tensor([0, 2]), context=ALONE)],
+    ids=["gelu", "dropout", "linear", "attention", "cross entropy"])
+def test_a_second_derivative_is_refused_in_clear_words(function):
+    """What these keep for backward has no history: a second derivative would silently lack terms."""
+    x = torch.randn(2, 3, requires_grad=True)
+    first, = torch.autograd.grad((function(x) ** 2).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        first.sum().backward()

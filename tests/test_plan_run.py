@@ -284,6 +284,7 @@ def test_flags_beside_a_preset_win_and_the_flags_of_a_launch_are_taken():
     (("--preset", "bloom-560m", "--tensor-model-parallel-size", "3"), "--num-attention-heads 16"),
     (("--preset", "bloom-560m", "--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "25"),
      "--pipeline-model-parallel-size 25"),
+    (("--preset", "bloom-560m", "--pipeline-model-parallel-size", "26"), "--pipeline-model-parallel-size 26"),
     (("--preset", "bloom-560m", "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2", "--gpus", "6"),
      "--gpus 6"),
     (("--preset", "bloom-176b", "--gpus", "2"), "--gpus 2"),
@@ -298,6 +299,19 @@ def test_what_cannot_be_is_refused_by_name(words, said, capsys):
     assert plan_run.main(list(words)) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("tool", ["plan_run.py", "compare_runs.py"])
+def test_a_reader_that_has_seen_enough_is_no_fault(tool, tmp_path):
+    log = tmp_path / "a.log"
+    log.write_text("".join(f" iteration {n}/ 4 | elapsed time per iteration (s): 0.1 | lm loss: 2.5E+00 |\n"
+                           for n in range(1, 5)))
+    words = ["--preset", "bloom-560m"] if tool == "plan_run.py" else [str(log), str(log)]
+    process = subprocess.Popen([sys.executable, str(ROOT / "tools" / tool), *words], stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE)
+    process.stdout.close()
+    error = process.stderr.read()
+    assert process.wait() == 0 and error == b"", error
 
 
 def test_a_missing_shape_is_named(capsys):

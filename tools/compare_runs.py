@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.curves import page, write_page
-from megatron.errors import RunError
+from megatron.errors import RunError, print_answer
 from megatron.run_comparison import CURVES, as_json, cells, compare, format_table
 from megatron.run_logs import RunLog, read_run
 
@@ -96,9 +96,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"note: no iteration after warm-up is reported by all of {', '.join(names)}: medians and times are "
               "each run's own", file=sys.stderr)
     if args.json:
-        print(json.dumps(as_json(comparison, runs), indent=1, allow_nan=False))
+        print_answer(json.dumps(as_json(comparison, runs), indent=1, allow_nan=False))
     else:
-        print(format_table(cells(comparison), markdown=args.markdown))
+        print_answer(format_table(cells(comparison), markdown=args.markdown))
     return 0
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.arguments_check import UsageError  # noqa: E402
+from megatron.errors import print_answer  # noqa: E402
 from megatron.planning.grids import make_plan, smallest_grid, variant  # noqa: E402
 from megatron.planning.report import as_data, as_text  # noqa: E402
 from megatron.planning.request import Request, plan_parser, read_request  # noqa: E402
@@ -26,6 +27,8 @@ WAYS = {"full": (False, False), "full, recomputed": (False, True),
 def answer(request: Request) -> str:
     """The plan as text or JSON. Raises UsageError when no grid is possible."""
     degrees = request.by_degree()
+    if request.pp:
+        request.settings(request.tp or 1, request.pp)  # more stages than layers: said as a launch says it
     base = next(iter(degrees.values()))
     asked = next(name for name, way in WAYS.items()
                  if way == (base.optimizer.bitfit, base.model.checkpoint_activations))
@@ -65,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     """0 when answered, 2 with one sentence otherwise."""
     parser = plan_parser()
     try:
-        print(answer(read_request(parser, sys.argv[1:] if argv is None else argv)))
+        print_answer(answer(read_request(parser, sys.argv[1:] if argv is None else argv)))
     except UsageError as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 2

@@ -6,6 +6,7 @@ import math
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 #: rows of about this many bytes are worked on at a time, so that all passes over them stay in cache
 _CHUNK_BYTES = 1 << 19
@@ -30,6 +31,7 @@ class _GeluTanh(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         slope, = ctx.saved_tensors
         return grad * slope
@@ -73,6 +75,7 @@ class _Dropout(torch.autograd.Function):
         return x.masked_fill(dropped, 0.0).mul_(1 / (1 - rate))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         dropped, = ctx.saved_tensors
         return grad.masked_fill(dropped, 0.0).mul_(1 / (1 - ctx.rate)), None

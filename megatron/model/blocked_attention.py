@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from megatron.model.positions import hidden_keys
 
@@ -91,6 +92,7 @@ class _Attention(torch.autograd.Function):
         return out.view(batch, length, heads * width)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         fused, out, log_totals, *dropped = ctx.saved_tensors
         batch, length, heads, _, width = fused.shape

@@ -6,6 +6,7 @@ import math
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 from megatron.mpu.collectives import all_reduce
 from megatron.mpu.context import ParallelContext
@@ -56,6 +57,7 @@ class _CrossEntropy(torch.autograd.Function):
         return log_total - target
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_loss):
         logits, log_total, column, mine = ctx.saved_tensors
         grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)

@@ -12,6 +12,7 @@ import functools
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 from megatron.mpu.context import ParallelContext
 
@@ -63,6 +64,7 @@ class _Linear(torch.autograd.Function):
         return y if bias is None else y.add_(bias)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         x, weight = (None, ctx.frozen) if ctx.frozen is not None else ctx.saved_tensors
         grad_x = grad_weight = grad_bias = waiting = None
