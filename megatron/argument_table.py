@@ -320,9 +320,9 @@ REFUSED: tuple[Flag, ...] = (
     _refused("--num-layers-per-virtual-pipeline-stage", "stages are not interleaved; leave it out"),
     _refused("--no-save-optim", "optimizer state is part of every checkpoint; leave it out"),
     _refused("--universal-checkpoint", "universal checkpoints are not read; give --load the ordinary checkpoint"),
-    _refused("--loss-on-targets-only", "only a prefix language model has it, which is not offered"),
+    _refused("--loss-on-targets-only", "finetune_t0.py always counts the loss on targets only; leave it out"),
     _refused("--reweight-loss-based-on-position-frequency",
-             "only a prefix language model has it, which is not offered"),
+             "the loss is not weighted by position; leave it out"),
     _refused("--noise-density", "span corruption is not offered"),
     _refused("--mean-noise-span-length", "span corruption is not offered"),
 )

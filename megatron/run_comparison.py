@@ -108,13 +108,22 @@ def _plain(value: float) -> str:
 # --- rows -------------------------------------------------------------------------------------
 
 _PEAK, _STATE, _REDUCED = ("peak memory bytes (max over ranks)", "optimizer state bytes (all ranks)",
-                           "gradient bytes reduced per step (all ranks)")
+                           "gradient bytes per step, to be summed over DP (all ranks)")
+#: name in a log -> name it had in older ones
+_FORMER = {_REDUCED: "gradient bytes reduced per step (all ranks)"}
 #: facts with a place of their own, or that only help to compute others
-_PLACED = {"trainable parameters", "total parameters", "bitfit", "ranks", _FLOP, _PEAK, _STATE, _REDUCED}
+_PLACED = {"trainable parameters", "total parameters", "bitfit", "ranks", _FLOP, _PEAK, _STATE, *_FORMER, *_FORMER.values()}
 
 
 def _fact_row(runs: list[RunLog], name: str, title: str | None = None, text: Callable = _plain) -> Row:
-    return Row(title or name, [run.facts.get(name) for run in runs], text)
+    former = _FORMER.get(name, name)
+    return Row(title or name, [run.facts.get(name, run.facts.get(former)) for run in runs], text)
+
+
+def _other_fact_row(runs: list[RunLog], name: str) -> Row:
+    """Memory by kind is shown like the peak, every other fact as it stands."""
+    kind = name.removeprefix("memory bytes: ")
+    return _fact_row(runs, name) if kind == name else _fact_row(runs, name, f"memory: {kind}", _text_of_bytes)
 
 
 def _share(run: RunLog) -> float | None:
@@ -159,8 +168,8 @@ def _overall(runs: list[RunLog], timed: list[list[Point]], aligned: bool) -> lis
         over(statistics.median, _RATE, "median"), over(statistics.median, _TFLOPS, ""),
         _fact_row(runs, _PEAK, "peak memory (max over ranks)", _text_of_bytes),
         _fact_row(runs, _STATE, "optimizer state (all ranks)", _text_of_bytes),
-        _fact_row(runs, _REDUCED, "gradients reduced per step (all ranks)", _text_of_bytes),
-        *(_fact_row(runs, name) for name in dict.fromkeys(name for run in runs for name in run.facts)
+        _fact_row(runs, _REDUCED, "gradients per step, to be summed over DP (all ranks)", _text_of_bytes),
+        *(_other_fact_row(runs, name) for name in dict.fromkeys(name for run in runs for name in run.facts)
           if name not in _PLACED),
     ]
 

@@ -108,7 +108,7 @@ class RunReport:
                                   optimizer.sgd_momentum)
         rows = self._gathered((*astuple(expected), held_bytes(self._engine).optimizer))
         return _table("memory per rank in MiB, expected (activations: see the end of the run)",
-                      ("weights", "gradients", "optimizer state", "of it there now"), rows)
+                      ("weights", "gradients", "optimizer state", "held already"), rows)
 
     # --- at the end -------------------------------------------------------------------------
 
@@ -136,8 +136,8 @@ class RunReport:
             "total parameters": parameters.total,
             "peak memory bytes (max over ranks)": max(costs.peak for costs in everyone),
             "optimizer state bytes (all ranks)": sum(costs.optimizer.state_bytes for costs in everyone),
-            "gradient bytes reduced per step (all ranks)": sum(costs.optimizer.gradient_bytes_per_step
-                                                               for costs in everyone),
+            "gradient bytes per step, to be summed over DP (all ranks)": sum(
+                costs.optimizer.gradient_bytes_per_step for costs in everyone),
         }
         lines = []
         if self._phases.steps:

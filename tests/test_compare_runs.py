@@ -50,7 +50,10 @@ def write(path, *lines):
     return path
 
 
-def write_log(path, *, seconds, losses, norms, trainable, tee="", facts=True):
+SUMMED, FORMERLY = "gradient bytes per step, to be summed over DP (all ranks)", "gradient bytes reduced per step (all ranks)"
+
+
+def write_log(path, *, seconds, losses, norms, trainable, tee="", facts=True, summed=SUMMED):
     lines = ["using world size: 4, ...", *evaluation_lines("valid", "iteration 2", 5.0)]
     for i, (time, loss, norm) in enumerate(zip(seconds, losses, norms, strict=True), start=1):
         lines.append(line(i, seconds_per_iteration=time, loss=loss, grad_norm=norm, tflops=1 / time))
@@ -59,7 +62,8 @@ def write_log(path, *, seconds, losses, norms, trainable, tee="", facts=True):
                             "ranks": 4, "FLOP per sample (formula of the log line)": 2_000_000_000,
                             "peak memory bytes (max over ranks)": 3 * 2**20,
                             "optimizer state bytes (all ranks)": 12 * trainable,
-                            "gradient bytes reduced per step (all ranks)": 4 * trainable,
+                            "memory bytes: weights (max over ranks)": 5 * 2**19,
+                            summed: 4 * trainable,
                             "a fact of tomorrow": 2 * trainable}.items():
             lines.append(format_run_fact(name, value))
     return write(path, *(tee + text for text in lines))
@@ -70,7 +74,7 @@ def logs(tmp_path):
     return (write_log(tmp_path / "a.log", seconds=[9.0, 8.0, 1.0, 3.0, 2.0], losses=[6.0, 5.0, 4.0, 3.5, 3.0],
                       norms=[4.0, 3.0, 2.0, 1.0, 5.0], trainable=1_000_000),
             write_log(tmp_path / "b.log", seconds=[9.0, 8.0, 1.0, 1.0, 1.5], losses=[6.0, 5.5, 5.0, 4.8, 4.5],
-                      norms=[1.0, 0.5, 0.25, 1.5, 2.0], trainable=2_500, tee="[default3]:"))
+                      norms=[1.0, 0.5, 0.25, 1.5, 2.0], trainable=2_500, tee="[default3]:", summed=FORMERLY))
 
 
 def cells(text, separator="  "):
@@ -102,11 +106,13 @@ def test_figures_and_ratios(tool, logs, markdown):
         "lines without a finite loss": ["0", "0", "-"],
         "peak memory (max over ranks)": ["3.00 MiB", "3.00 MiB", "1"],
         "optimizer state (all ranks)": ["11.44 MiB", "29.30 KiB", "0.0025"],
-        "gradients reduced per step (all ranks)": ["3.81 MiB", "9.77 KiB", "0.0025"],
+        "memory: weights (max over ranks)": ["2.50 MiB", "2.50 MiB", "1"],
+        "gradients per step, to be summed over DP (all ranks)": ["3.81 MiB", "9.77 KiB", "0.0025"],
         "a fact of tomorrow": ["2,000,000", "5,000", "0.0025"],
         "lm loss, iteration 2": ["5.000000", "5.500000", "1.1"], "gradient norm, iteration 4": ["1.000", "1.500", "1.5"],
         "seconds per iteration, iteration 4": ["3", "1", "0.333"]}
     assert {name: table[name] for name in expected} == expected
+    assert FORMERLY not in table, "the name of older logs is read, not shown"
     assert not any(name.startswith(("skipped iterations, ", "nan iterations, ")) for name in table), "all are zero"
 
 

@@ -1,4 +1,4 @@
-"""Put training runs side by side: what trains, loss, gradient norm, time, memory, reduced bytes.
+"""Put training runs side by side: what trains, loss, gradient norm, time, memory, bytes of gradients.
 
     python tools/compare_runs.py full.log bitfit.log --names full bitfit --html curves.html
 
