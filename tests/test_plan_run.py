@@ -244,6 +244,13 @@ def test_the_answer_for_176b_comes_at_once():
     assert took < 4, f"{took:.1f} s"  # 2 on a machine of its own
 
 
+def test_a_thousand_blocks_are_cut_into_few_stages_at_once():
+    start = time.process_time()
+    cut = stages(shape(num_layers=1000), 3)
+    assert sorted(stage.blocks for stage in cut) == [333, 333, 334]
+    assert time.process_time() - start < 20  # for all numbers of stages: minutes
+
+
 def test_no_torch_is_imported():
     code = "import sys; import plan_run; plan_run.main(['--preset', 'bloom-560m']); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT / "tools", check=True, capture_output=True)

@@ -162,9 +162,9 @@ def _weights(layers: int, method: str) -> tuple[int, ...]:
 
 
 @cache
-def _cuts(weights: tuple[int, ...]) -> list[list[int]]:
-    """For each number of parts and each end, where the last part starts; see ``_bounds``."""
-    count, most = len(weights), sum(weights)
+def _cuts(weights: tuple[int, ...], most: int) -> list[list[int]]:
+    """For each number of parts up to ``most`` and each end, where the last part starts; see ``_bounds``."""
+    count = len(weights)
     sums = [0]
     for weight in weights:
         sums.append(sums[-1] + weight)
@@ -197,7 +197,8 @@ def _bounds(weights: tuple[int, ...], parts: int) -> list[int]:
     if parts > sum(weights):
         raise ValueError(f"--pipeline-model-parallel-size {parts} is more than the {sum(weights)} layers that "
                          "--pp-partition-method shares out")
-    cuts, bounds = _cuts(weights), [len(weights)]
+    # rows for all parts take long with hundreds of layers; doubling them loses little when all are needed
+    cuts, bounds = _cuts(weights, min(sum(weights), 1 << (parts - 1).bit_length())), [len(weights)]
     for part in reversed(range(parts)):
         bounds.append(cuts[part][bounds[-1]])
     return bounds[::-1]
