@@ -1,5 +1,6 @@
 """A bias-only run is its base plus a small file."""
 
+import shutil
 import subprocess
 import sys
 
@@ -45,8 +46,20 @@ def test_the_delta_holds_the_whole_biases_of_a_single_process_run(trained):
         torch.testing.assert_close(delta.get_tensor("embedding.word_embeddings.norm.bias"),
                                    truth["tied_modules.embed.word_embeddings.norm.bias"], rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(delta.get_tensor("final_layernorm.bias"), truth["8.bias"], rtol=1e-5, atol=1e-6)
-    assert "26 biases, 1,104 elements" in said
+    assert "26 biases, 1,104 elements" in said and said.endswith("from global_step3\n")
     assert (folder / "d.safetensors").stat().st_size < 1104 * 4 + 4096
+
+
+def test_a_run_of_some_terms_says_that_all_biases_are_written(trained, tmp_path):
+    state = files.mp_rank_file(tmp_path / "run" / "global_step3", 0)
+    shutil.copytree(trained[0] / "run", tmp_path / "run")
+    torch.save(files.read(state) | {"bitfit_bias_terms": ["query", "layernorm"]}, state)
+    done = run("extract", "--checkpoint", tmp_path / "run", "--output", tmp_path / "d.safetensors")
+    assert done.stdout.endswith("from global_step3; all biases are in it, although only these trained: query layernorm\n")
+    assert "26 biases" in done.stdout
+    state.write_bytes(b"of another trainer")  # the layer files alone do not tell
+    done = run("extract", "--checkpoint", tmp_path / "run", "--output", tmp_path / "d.safetensors")
+    assert done.stdout.endswith("from global_step3\n"), done.stderr
 
 
 def test_base_plus_delta_is_the_run_bit_for_bit_whatever_the_layout(trained, tmp_path):

@@ -34,15 +34,19 @@ def main(argv=None) -> int:
     from safetensors.torch import load_file, save
 
     from megatron.checkpoint import delta, files
+    from megatron.config import BIAS_TERMS
     from megatron.errors import RunError
 
     try:
         if options.command == "extract":
             tensors, metadata = delta.extract(options.checkpoint)
+            terms = delta.terms_trained(options.checkpoint) or BIAS_TERMS
             files.write_bytes(Path(options.output), save(tensors, metadata=metadata))
             elements = sum(tensor.numel() for tensor in tensors.values())
             print(f"{options.output}: {len(tensors)} biases, {elements:,} elements, "
-                  f"{Path(options.output).stat().st_size:,} bytes, from {metadata['tag']}")
+                  f"{Path(options.output).stat().st_size:,} bytes, from {metadata['tag']}"
+                  + ("" if set(terms) == set(BIAS_TERMS) else
+                     f"; all biases are in it, although only these trained: {' '.join(terms)}"))
         else:
             tensors = load_file(options.delta)
             count = delta.apply(options.base, tensors, options.output)

@@ -90,6 +90,16 @@ def extract(checkpoint: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, 
                      "checkpoint_parameters": str(parameters)}
 
 
+def terms_trained(checkpoint: str | Path) -> tuple[str, ...] | None:
+    """Kinds of bias that the run of the newest tag trained; None where its state file does not tell."""
+    try:
+        state = files.read(files.mp_rank_file(newest_folder(checkpoint), 0))
+    except RunError:  # biases are in the layer files: a missing or foreign state file is no obstacle
+        return None
+    terms = state.get("bitfit_bias_terms") if isinstance(state, dict) and state.get("bitfit") else None
+    return tuple(terms) if terms else None
+
+
 def apply(base: str | Path, tensors: dict[str, torch.Tensor], target: str | Path) -> int:
     """Write a copy of ``base``'s newest tag to ``target`` with the biases of a delta in it.
 
