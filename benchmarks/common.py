@@ -135,6 +135,9 @@ def shape_of(options: argparse.Namespace) -> Shape:
     return dataclasses.replace(chosen, dtype=options.dtype, **{flag: getattr(options, flag) for flag in SHAPE_FLAGS})
 
 
+#: how what --quick prints ends
+QUICK = "These figures are of --quick: they show only that the script works."
+
 # --- command line and output ------------------------------------------------------------------
 
 
@@ -144,14 +147,20 @@ def parser(description: str, *, repetitions: int, quick_repetitions: int = 3,
     made = argparse.ArgumentParser(description=description,
                                    formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--quick", action="store_true",
-                      help="small shapes, few repetitions: shows in seconds that it works, says nothing of speed")
+                      help="small shapes, few repetitions: shows in up to two minutes that it works, says nothing of speed")
     made.add_argument("--repetitions", type=positive, metavar="N",
                       help=f"timed rounds over all variants (default {repetitions}, with --quick {quick_repetitions})")
-    made.add_argument("--threads", type=positive, default=threads, metavar="N",
-                      help="CPU threads of torch (default %(default)s)")
+    made.add_argument("--threads", type=positive, default=_threads_given() or threads, metavar="N",
+                      help=f"CPU threads of torch (default: OMP_NUM_THREADS of the environment, else {threads})")
     made.add_argument("--json", metavar="FILE", help="write machine, options and all single figures there too")
     made.set_defaults(full_repetitions=repetitions, quick_repetitions=quick_repetitions)
     return made
+
+
+def _threads_given() -> int | None:
+    """OMP_NUM_THREADS of the environment; None where it is unset or no number of threads."""
+    text = os.environ.get("OMP_NUM_THREADS", "").strip()
+    return int(text) if text.isdecimal() and int(text) > 0 else None
 
 
 def positive(text: str) -> int:
@@ -240,6 +249,8 @@ def report(options: argparse.Namespace, title: str, body: str, figures: object) 
     """Print title, machine and table on stdout; the same as JSON where --json asks."""
     facts = machine()
     print(f"{title}\n\n{body}\n\n{machine_line(facts)}")
+    if options.quick:
+        print(f"\n{QUICK}")
     if options.json:
         settings = {name: value for name, value in vars(options).items() if name != "json"}
         content = json.dumps({"title": title, "machine": facts, "options": settings, "figures": figures}, indent=1)

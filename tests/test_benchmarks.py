@@ -81,6 +81,15 @@ def test_shape_from_flags():
         made.parse_args(["--layers", "0"])
 
 
+@pytest.mark.parametrize(("given", "words", "threads"), [
+    (None, "", 2), ("5", "", 5), ("5", "--threads 3", 3), ("4,2", "", 2), ("0", "", 2)])
+def test_threads_of_the_environment_count_unless_the_flag_is_given(given, words, threads, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    assert common.parser("x", repetitions=3).parse_args(words.split()).threads == threads
+
+
 def test_report_names_the_machine_but_not_the_host(tmp_path, capsys):
     table = common.table(["what", "n"], [["a", 1], ["bcd", 22]])
     assert table.splitlines() == ["| what |   n |", "|------|----:|", "| a    |   1 |", "| bcd  |  22 |"]
@@ -88,6 +97,9 @@ def test_report_names_the_machine_but_not_the_host(tmp_path, capsys):
     common.report(options, "Title", table, {"a": [1.5]})
     written = json.loads((tmp_path / "out.json").read_text())
     said = capsys.readouterr().out
+    assert said.endswith(f"\n\n{common.QUICK}\n")
+    common.report(argparse.Namespace(json=None, quick=False), "Title", table, {})
+    assert common.QUICK not in capsys.readouterr().out
     assert written["figures"] == {"a": [1.5]} and written["options"] == {"quick": True}
     assert set(written["machine"]) == {"cpu", "cores", "threads", "accelerator", "torch", "deepspeed", "python"}
     assert said.startswith("Title\n\n| what") and f"torch {written['machine']['torch']}" in said
