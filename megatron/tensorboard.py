@@ -91,8 +91,8 @@ class TensorBoardWriter:
                 self._scalar(name, value, axes)
         if logging.log_timers_to_tensorboard:
             self._log_times(facts, timers or {}, both)
-            if tflops_needed is not None:
-                self._scalar("iteration-time/TFLOPs per gpu (operations needed)", tflops_needed, steps)
+        if tflops_needed is not None:
+            self._scalar("iteration-time/TFLOPs per gpu (operations needed)", tflops_needed, steps)
 
     def _log_times(self, facts: TrainingFacts, timers: Mapping[str, float], axes: Mapping[str, float]) -> None:
         steps = {"": facts.iteration}
@@ -122,7 +122,7 @@ class TensorBoardWriter:
 
     def log_shares(self, shares: Mapping[str, float], iteration: int) -> None:
         """Share of this rank's step time by phase (``megatron.phases``) since the last training line."""
-        if self._writer is not None and self.logging.log_timers_to_tensorboard:
+        if self._writer is not None:
             for phase, share in shares.items():
                 self._scalar(f"time-share/{phase}", share, {"": iteration})
 

@@ -176,7 +176,7 @@ def test_curves_that_were_not_asked_for_or_do_not_exist_are_not_written(tmp_path
     writer.log_training(TrainingFacts(**{**bare, "iteration": 9}), gigaflos=1.0)
     writer.log_training(TrainingFacts(**bare), gigaflos=1.0)
     writer.log_restart(10, 4)
-    writer.log_shares({"forward": 1.0}, 10)
+    writer.log_shares({}, 10)
     writer.log_validation("valid", 3.0, 20.5, iteration=10, samples=80, tokens=5120, gigaflos=777.9)
     writer.close()
     curves = over("lm-loss-validation/valid/lm loss validation", 3, " vs samples", " vs tokens",
