@@ -259,7 +259,8 @@ def test_no_torch_is_imported():
 def test_json_says_what_the_text_says(capsys):
     assert plan_run.main(["--preset", "bloom-7b1", "--gpus", "4", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
-    tp, pp, dp = said["grid"]
+    tp, pp, dp = (said["grid"][name] for name in ("tp", "pp", "dp"))
+    assert set(said["plans"]["BitFit"]["smallest_grid"]) == {"tp", "pp", "dp"}
     assert tp * pp * dp == 4 and said["asked"] == "full" and said["parameters"] == PUBLISHED["bloom-7b1"]
     assert set(said["plans"]) == set(plan_run.WAYS)
     for plan in said["plans"].values():
@@ -299,8 +300,17 @@ def test_flags_beside_a_preset_win_and_the_flags_of_a_launch_are_taken():
     (("--preset", "bloom-560m", "--gpu-memory-gb", "3"), "--gpu-reserve-gb 4"),
     (("--preset", "bloom-560m", "--gpus", "3", "--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1"),
      "--global-batch-size 256"),
+    (("--preset", "bloom-560m", "--micro-batch-size", "4", "--global-batch-size", "30", "--gpus", "8"),
+     "--global-batch-size 30 is not a multiple of --micro-batch-size 4, so that no data parallel size (DP) is possible; "
+     "try 28 or 32; at DP 8 it must be a multiple of 32"),
+    (("--preset", "bloom-560m", "--micro-batch-size", "4", "--global-batch-size", "28", "--gpus", "8",
+      "--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1"), "x data parallel size 8 = 32"),
+    (("--preset", "bloom-560m", "--tensor-model-parallel-size", "2", "--gpus", "3"),
+     "--tensor-model-parallel-size 2 does not divide --gpus 3"),
+    (("--preset", "bloom-7b1", "--gpus", "2", "--global-batch-size", "3"), "DP can be 1, not 2"),
+    ((), "--preset (bloom-560m"),
     (("--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "8",
-      "--max-position-embeddings", "8"), "--padded-vocab-size"),
+      "--max-position-embeddings", "8"), "so does the start of a run ('padded vocab')"),
 ], ids=lambda value: value if isinstance(value, str) else "")
 def test_what_cannot_be_is_refused_by_name(words, said, capsys):
     assert plan_run.main(list(words)) == 2
@@ -322,9 +332,48 @@ def test_a_reader_that_has_seen_enough_is_no_fault(tool, tmp_path):
 
 
 def test_a_missing_shape_is_named(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        plan_run.main(["--bitfit"])
-    assert stopped.value.code == 2 and "--num-layers" in capsys.readouterr().err
+    assert plan_run.main(["--bitfit", "--hidden-size", "64"]) == 2
+    assert "missing: --num-attention-heads, --num-layers\n" in capsys.readouterr().err
+    text = " ".join(plan_parser().format_help().split())
+    assert "(required)" not in text and "transformer blocks (required without --preset)" in text
+
+
+def test_a_grid_says_how_it_was_chosen_and_where_other_ways_fit(capsys):
+    assert plan_run.main(["--preset", "bloom-7b1", "--bitfit", "--gpus", "8"]) == 0
+    text = capsys.readouterr().out
+    assert "TP 1 x PP 1 x DP 8 = 8 GPUs, fewest stages, then lowest TP at which BitFit fits" in text
+    assert "BitFit*" in text and "full*" not in text
+    assert "\nfull: does not fit this grid, but fits TP 2 x PP 1 x DP 4 = 8 GPUs\n" in text
+    asked = request("--preset", "bloom-7b1")
+    for grid, fits in (((1, 1, 8), False), ((2, 1, 4), True)):
+        plan = make_plan(asked.settings(*grid))
+        assert (plan.memory[plan.worst].total <= asked.usable) == fits
+    assert plan_run.main(["--preset", "bloom-560m"]) == 0
+    assert "= 1 GPU, the fewest GPUs on which full fits;" in capsys.readouterr().out
+
+
+def test_degrees_that_were_given_stay_in_the_fewest_gpus(capsys):
+    assert plan_run.main(["--preset", "bloom-560m", "--pipeline-model-parallel-size", "3", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["plans"]["full"]["smallest_grid"] == {"tp": 1, "pp": 3, "dp": 1}
+    words = ["--preset", "bloom-560m", "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
+    assert plan_run.main([*words, "--gpus", "8"]) == 0
+    text = capsys.readouterr().out
+    assert text.count("4 = 2 x 2 x 1") == 4 and "at TP 2 PP 2 as given" in text and "DP 2 = 8 GPUs; blocks" in text
+
+
+def test_replicas_that_the_batch_forbids_are_named(capsys):
+    assert plan_run.main(["--preset", "bloom-560m", "--gpus", "8", "--global-batch-size", "14"]) == 0
+    assert "DP can be 1, 2, not 4, 8: the global batch of 14 has 14 micro-batches" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["--prefixlm"], ["--norm-target-loss"], ["--mtf-overlong", "error"],
+                                   ["--loss-normalization", "global-targets"]], ids=" ".join)
+def test_flags_of_finetuning_make_it_a_plan_of_packed_pairs(words):
+    asked = request("--preset", "bloom-560m", *words)
+    model = asked.settings().model
+    assert asked.entry == "finetune_t0" and model.reset_attention_mask and model.prefix_lm == ("--prefixlm" in words)
+    plain = request("--preset", "bloom-560m", "--loss-normalization", "global-tokens")
+    assert plain.entry == "pretrain_gpt" and not plain.settings().model.reset_attention_mask
 
 
 def test_held_counts_an_anchor_where_nothing_trains():

@@ -77,7 +77,7 @@ def smallest_grid(by_degree: Mapping[int, Settings], usable: int, *, pp: int | N
     """(TP, PP, DP) of the fewest GPUs of which the fullest holds at most ``usable`` bytes; None if none does.
 
     ``by_degree``: the run at each TP degree that is possible. PP goes up to the number of
-    blocks, DP to MOST_REPLICAS where the global batch divides. Of as many GPUs the grid with
+    blocks, DP to MOST_REPLICAS (or ``world``) where the global batch divides. Of as many GPUs the grid with
     the fewest stages is taken. ``pp`` and ``world`` fix what was asked for.
     """
     steady = {}
@@ -97,12 +97,19 @@ def smallest_grid(by_degree: Mapping[int, Settings], usable: int, *, pp: int | N
     return None
 
 
+def replicas(settings: Settings, most: int) -> tuple[list[int], list[int]]:
+    """Divisors of ``most`` that DP can be with the global batch, and those that it cannot be."""
+    samples = settings.train.global_batch_size // settings.train.micro_batch_size
+    divisors = [dp for dp in range(1, most + 1) if most % dp == 0]
+    return [dp for dp in divisors if samples % dp == 0], [dp for dp in divisors if samples % dp]
+
+
 def _grids(by_degree: Mapping[int, Settings], pp: int | None, world: int | None) -> list[Grid]:
     train = next(iter(by_degree.values())).train
     model = next(iter(by_degree.values())).model
     depths = [pp] if pp else range(1, model.num_layers + 1)
     samples = train.global_batch_size // train.micro_batch_size
-    grids = [(tp, depth, dp) for tp in by_degree for depth in depths for dp in range(1, MOST_REPLICAS + 1)
+    grids = [(tp, depth, dp) for tp in by_degree for depth in depths for dp in range(1, (world or MOST_REPLICAS) + 1)
              if samples % dp == 0 and world in (None, tp * depth * dp)]
     return sorted(grids, key=lambda grid: (grid[0] * grid[1] * grid[2], grid[1], grid[0]))
 

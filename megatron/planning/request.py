@@ -16,13 +16,17 @@ from megatron.errors import RunError
 from megatron.planning.shape import PRESET_LENGTH, PRESET_PADDED_VOCAB, PRESET_VOCAB, PRESETS
 from megatron.tokenizer.padding import padded_vocab_size
 
-_ENTRY = "pretrain_gpt"
+#: finetune_t0.py has all flags of pretrain_gpt.py, and these of its own
+_ENTRY, _BASE_ENTRY = "finetune_t0", "pretrain_gpt"
+_OF_PAIRS = {"prefixlm", "norm_target_loss", "mtf_overlong"}
+#: flags that a preset stands for, or that have a default here
+_SHAPE, _ONE = {"num_layers", "hidden_size", "num_attention_heads"}, {"micro_batch_size"}
 #: samples per update the BLOOM models were trained with
 _PRESET_BATCH = {"bloom-560m": 256, "bloom-1b1": 256, "bloom-1b7": 512, "bloom-3b": 512, "bloom-7b1": 512,
                  "bloom-176b": 2048}
 #: groups of flags that a plan does not depend on, and what is needed of them all the same
 _IGNORED = ("data", "learning rate", "checkpoints", "validation and logging")
-_NEEDED = {"seq_length", "encoder_seq_length", "reset_attention_mask"}
+_NEEDED = {"seq_length", "encoder_seq_length", "reset_attention_mask", "prefixlm"}
 _FILLED_IN: dict[str, Any] = {
     "lr": 1.0, "train_iters": 1, "train_samples": None, "rampup_batch_size": None, "skip_train_iteration_range": None,
     "eval_only": False, "data_path": ["none"], "tokenizer_type": "PretrainedFromHF", "tokenizer_name_or_path": "none",
@@ -47,6 +51,8 @@ class Request:
     values: Mapping[str, Any]
     given: frozenset[str]
     vocab_size: int
+    entry: str = _BASE_ENTRY
+    """the script whose rules hold"""
 
     @property
     def usable(self) -> int:
@@ -57,7 +63,7 @@ class Request:
         """The run on TP x PP x DP ranks, checked as a launch would check it. Raises UsageError."""
         world = tp * pp * dp
         values = {**self.values, "tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
-        settings = settings_from(values, set(self.given), _ENTRY,
+        settings = settings_from(values, set(self.given), self.entry,
                                  {"RANK": "0", "WORLD_SIZE": str(world), "LOCAL_RANK": "0"})
         try:
             padded = padded_vocab_size(self.vocab_size, tp=tp, pad_to=settings.tokenizer.pad_vocab_size_to,
@@ -85,8 +91,17 @@ def plan_parser() -> argparse.ArgumentParser:
     """The parser of pretrain_gpt.py with a group of its own for the plan."""
     parser = build_parser(_ENTRY)
     parser.prog = "plan_run.py"
-    parser.description = ("Memory, traffic, operations and file sizes of a run, without starting it. Takes the flags "
-                          "of pretrain_gpt.py; those of data, tokenizer, learning rate and logging may be left out.")
+    parser.description = ("Memory, traffic, operations and file sizes of a run, without starting it. Takes --preset, or "
+                          "the flags of pretrain_gpt.py or finetune_t0.py; those of data, tokenizer, learning rate and "
+                          "logging may be left out. A flag that only finetune_t0.py has (--prefixlm, --norm-target-loss, "
+                          "--mtf-overlong) makes it a plan for that script.")
+    for action in parser._actions:  # said by read_request instead, with what else there is
+        if action.dest in _SHAPE | _ONE:
+            action.required = False
+            action.help = action.help.replace("(required)", "(default: 1)" if action.dest in _ONE else
+                                              "(required without --preset)")
+        elif action.dest == "seq_length":
+            action.help = "tokens per sample; required without --preset"
     group = parser.add_argument_group("plan")
     group.add_argument("--preset", choices=PRESETS, help="shape, precision and batch of a BLOOM model; flags override it")
     group.add_argument("--vocab-size", type=count, metavar="N", help="token ids, padded as in training")
@@ -98,7 +113,8 @@ def plan_parser() -> argparse.ArgumentParser:
                        help="GiB of it to leave free for context, communication and fragmentation (default: 4)")
     group.add_argument("--gpus-per-node", type=count, metavar="N", help="largest TP that is tried (default: 8)")
     group.add_argument("--explain", action="store_const", const=True, help="what each block keeps, term by term")
-    group.add_argument("--json", action="store_const", const=True, help="print JSON, all sizes in bytes")
+    group.add_argument("--json", action="store_const", const=True, help="print JSON: sizes in bytes, traffic in "
+                       "bytes per step, operations in FLOP per step over all ranks, memory of a GPU in GiB")
     return parser
 
 
@@ -112,6 +128,10 @@ def read_request(parser: argparse.ArgumentParser, argv: Sequence[str]) -> Reques
         for flag, value in zip(("--num-layers", "--hidden-size", "--num-attention-heads"), PRESETS[preset]):
             ahead += [flag, str(value)]
     values, given = read_flags(parser, [*ahead, *argv], _ENTRY)
+    if missing := [f"--{name.replace('_', '-')}" for name in sorted(_SHAPE) if values[name] is None]:
+        raise UsageError(f"--preset ({', '.join(PRESETS)}), or the shape of the model is required; "
+                         f"missing: {', '.join(missing)}")
+    entry = _ENTRY if given & _OF_PAIRS or values["loss_normalization"] == "global-targets" else _BASE_ENTRY
     own = {name: values.pop(name, None) for name in (
         "preset", "vocab_size", "padded_vocab_size", "fp32", "gpus", "gpu_memory_gb", "gpu_reserve_gb",
         "gpus_per_node", "explain", "json")}
@@ -130,10 +150,22 @@ def read_request(parser: argparse.ArgumentParser, argv: Sequence[str]) -> Reques
         gpu_memory=own["gpu_memory_gb"] or 80.0,
         reserve=4.0 if own["gpu_reserve_gb"] is None else own["gpu_reserve_gb"],
         gpus_per_node=own["gpus_per_node"] or 8, explain=bool(own["explain"]), json=bool(own["json"]),
-        values=values, given=frozenset(given), vocab_size=vocab_size)
+        values=values, given=frozenset(given), vocab_size=vocab_size, entry=entry)
+    _check_batch(request)
     if request.usable <= 0:
         raise UsageError(f"--gpu-reserve-gb {request.reserve:g} leaves nothing of --gpu-memory-gb {request.gpu_memory:g}")
     return request
+
+
+def _check_batch(request: Request) -> None:
+    """What no DP can mend is said without naming one; raises UsageError."""
+    total, micro = request.values["global_batch_size"], request.values["micro_batch_size"]
+    if total is None or total % micro == 0:
+        return
+    dp = (request.gpus or 1) // ((request.tp or 1) * (request.pp or 1))
+    more = f"; at DP {dp} it must be a multiple of {dp * micro}" if dp > 1 else ""
+    raise UsageError(f"--global-batch-size {total} is not a multiple of --micro-batch-size {micro}, so that no data parallel "
+                     f"size (DP) is possible; try {total // micro * micro or micro} or {(total // micro + 1) * micro}{more}")
 
 
 def _asked(values: Mapping[str, Any], given: set[str], name: str) -> int | None:
@@ -169,7 +201,8 @@ def _vocabulary(values: dict[str, Any], own: Mapping[str, Any], given: set[str],
     exact = values["pad_vocab_size_to"]
     size = own["vocab_size"] or (min(PRESET_VOCAB, exact or PRESET_VOCAB) if preset else exact)
     if not size:
-        raise UsageError("--padded-vocab-size or --vocab-size is required without --preset: no tokenizer is read")
+        raise UsageError("--padded-vocab-size or --vocab-size is required without --preset, as no tokenizer is read: "
+                         "preprocess_data.py prints both, and so does the start of a run ('padded vocab')")
     return size
 
 
