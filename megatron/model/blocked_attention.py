@@ -104,7 +104,10 @@ class _Attention(torch.autograd.Function):
             grad_out = grad[row].view(length, heads, width).transpose(0, 1).float().contiguous()
             # the part of a softmax gradient that is common to all keys of a query
             common = (grad_out * out[row].transpose(0, 1)).sum(-1, keepdim=True)
-            grads = torch.zeros(3, heads, length, width, dtype=torch.float32, device=fused.device)
+            # fp32 gradients are summed where they belong, others beside and rounded at the end
+            grads = grad_fused[row].permute(2, 1, 0, 3).zero_()
+            if fused.dtype != torch.float32:
+                grads = torch.zeros(3, heads, length, width, dtype=torch.float32, device=fused.device)
             grad_query, grad_key, grad_value = grads
             for start in range(0, length, BLOCK):
                 stop = min(start + BLOCK, length)
@@ -121,13 +124,14 @@ class _Attention(torch.autograd.Function):
                 grad_scores = grad_weights.sub_(common[:, mine]).mul_(weights)
                 grad_query[:, mine].baddbmm_(grad_scores, key[:, :last], beta=0, alpha=scale)
                 grad_key[:, :last].baddbmm_(grad_scores.transpose(1, 2), query[:, mine], alpha=scale)
-            grad_fused[row] = grads.permute(2, 1, 0, 3)
+            if fused.dtype != torch.float32:
+                grad_fused[row] = grads.permute(2, 1, 0, 3)
         return grad_fused, None, None
 
 
 def _per_head(fused: torch.Tensor) -> torch.Tensor:
-    """[s, heads, 3, width] as fp32 [3, heads, s, width], contiguous for batched products."""
-    return fused.permute(2, 1, 0, 3).float().contiguous()
+    """[s, heads, 3, width] as fp32 [3, heads, s, width]."""
+    return fused.permute(2, 1, 0, 3).float()
 
 
 def blocked_attention(fused: torch.Tensor, visibility: Visibility, dropout: float = 0.0) -> torch.Tensor:
