@@ -7,8 +7,12 @@ same launches run on gloo.
 import math
 
 import pytest
+from deepspeed.accelerator import get_accelerator
 from launching import facts, launch, training_lines
 from tiny_data import small_model_flags
+
+# minutes where the ranks share two cores; other tests cover the grids there
+pytestmark = pytest.mark.slow if get_accelerator().device_name() == "cpu" else []
 
 GRIDS = {"TP=2": ["--tensor-model-parallel-size", "2"], "PP=2": ["--pipeline-model-parallel-size", "2"]}
 LAYERS, HIDDEN = 2, 32

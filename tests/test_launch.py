@@ -34,7 +34,8 @@ def job(tmp_path_factory):
     return folder, flags
 
 
-@pytest.mark.parametrize("nodes", [1, 2], ids=["one node", "two nodes"])
+@pytest.mark.parametrize("nodes", [pytest.param(1, id="one node"),
+                                   pytest.param(2, id="two nodes", marks=pytest.mark.slow)])
 def test_two_launches_that_differ_in_bitfit_alone(nodes, job):
     folder, flags = job
     flags = [*flags, "--train-iters", "4", "--load", str(folder / "base")]
@@ -113,6 +114,7 @@ def test_a_base_loads_at_other_degrees_and_from_layer_files_alone(job, tmp_path)
     assert on[0]["loss"] != alone[0]["loss"], "the delta changed something"
 
 
+@pytest.mark.slow
 def test_shuffled_data_with_workers_and_dropout_resume_as_if_unbroken(job, tmp_path):
     folder, flags = job
     at = flags.index("--num-workers")

@@ -151,8 +151,9 @@ def test_the_bitfit_launch_line_parses(tmp_path):
 
 
 @pytest.mark.parametrize("line, words", [
-    ("", "--position-embedding-type absolute alibi"),
     ("--position-embedding-type alibi --tokenizer-type GPT2BPETokenizer", "GPT2BPETokenizer PretrainedFromHF"),
+    ("--tokenizer-type GPT2BPETokenizer", "GPT2BPETokenizer PretrainedFromHF"),
+    ("--loss-normalization targets", "--loss-normalization targets global-targets"),
 ])
 def test_finetune_t0_has_rules_of_its_own(capsys, line, words):
     message = refusal(capsys, f"{TINY} {line}", entry="finetune_t0")

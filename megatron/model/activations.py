@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 #: rows of about this many bytes are worked on at a time, so that all passes over them stay in cache
-_CHUNK_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 19
 
 
 class _GeluTanh(torch.autograd.Function):
