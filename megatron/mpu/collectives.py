@@ -1,8 +1,8 @@
-"""Tensor-parallel collectives, each an autograd function with an explicit group.
+"""Tensor-parallel collectives with an explicit group.
 
-The pair of Megatron-LM (arXiv 1909.08053, section 3): ``copy_to_tp`` is the
-identity forward and a sum of gradients backward, ``reduce_from_tp`` a sum
-forward and the identity backward. With a TP degree of one all are the identity.
+``reduce_from_tp`` is a sum forward and the identity backward (Megatron-LM, arXiv
+1909.08053, section 3). Its counterpart, a sum of gradients in backward, is part of
+``megatron.mpu.linear``. With a TP degree of one both are the identity.
 """
 
 from __future__ import annotations
@@ -20,17 +20,6 @@ def all_reduce(tensor: torch.Tensor, context: ParallelContext, op=dist.ReduceOp.
     return tensor
 
 
-class _CopyToTP(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, tensor, context):
-        ctx.context = context
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return all_reduce(grad.contiguous().clone(), ctx.context), None
-
-
 class _ReduceFromTP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, tensor, context):
@@ -39,11 +28,6 @@ class _ReduceFromTP(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return grad, None
-
-
-def copy_to_tp(tensor: torch.Tensor, context: ParallelContext) -> torch.Tensor:
-    """Hand ``tensor`` (equal on all TP ranks) to sharded weights; gradients are summed."""
-    return tensor if context.tp_size == 1 else _CopyToTP.apply(tensor, context)
 
 
 def reduce_from_tp(tensor: torch.Tensor, context: ParallelContext) -> torch.Tensor:
