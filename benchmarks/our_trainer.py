@@ -76,7 +76,7 @@ def build_trainer(shape: Shape, *, bitfit: bool, context=None, learning_rate: fl
     ``vary_vectors`` moves biases and LayerNorm scales away from 0 and 1, so that a
     comparison of losses sees all of them. ``context``: what ``start_world`` returned.
     """
-    from megatron.checkpoint.state import LoadPlan
+    from megatron.checkpoint.load_plan import LoadPlan
     from megatron.engine import build_engine, build_model
     from megatron.mpu.random import seed_everything
 

@@ -190,6 +190,14 @@ USED: dict[str, tuple[Flag, ...]] = {
         _switch("--finetune", "start at iteration 0 with fresh random states"),
         _switch("--reset-progress", "start at iteration 0 and sample 0, ignoring the checkpoint's arguments"),
         _switch("--allow-fresh-start", "start from random weights when --load holds no checkpoint"),
+        _switch("--trust-checkpoint", "unpickle checkpoint files that hold more than tensors and plain values; "
+                "such a file can run code, so give it for files of people you trust"),
+        _switch("--average-duplicated-parameters", "copies over TP that differ in the checkpoint are averaged; "
+                "without it they are an error"),
+        _switch("--verify-checkpoint", "compare checksums with the manifest before loading, not sizes alone"),
+        _used("--keep-last", count, help="checkpoints kept in --save; older ones are removed after each save"),
+        _switch("--async-save", "write checkpoints while training goes on"),
+        _switch("--save-delta-only", "with --bitfit: save what trains, not the frozen weights of the base"),
     ),
     "precision": (
         _switch("--fp16", "weights in float16"),

@@ -187,6 +187,18 @@ class CheckpointConfig:
     reset_progress: bool = False
     allow_fresh_start: bool = False
     """--load of an empty or missing folder is an error unless this is set"""
+    trust_checkpoint: bool = False
+    """unpickle files that need more than the safe classes"""
+    average_duplicated_parameters: bool = False
+    """copies over TP that differ in a loaded checkpoint are averaged instead of refused"""
+    verify_checkpoint: bool = False
+    """compare checksums, not sizes alone, with the manifest before loading"""
+    keep_last: int | None = None
+    """tags kept in the --save folder; None keeps all"""
+    async_save: bool = False
+    """write files while training goes on"""
+    save_delta_only: bool = False
+    """biases, optimizer state and progress alone; the frozen weights stay in the base"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from megatron import bitfit
-from megatron.checkpoint.state import LoadPlan
+from megatron.checkpoint.load_plan import LoadPlan
+from megatron.checkpoint.sources import open_source
 from megatron.checkpoint.weights import load_weights, synchronize_tied
 from megatron.config import Settings
 from megatron.deepspeed_config import derive_deepspeed_config
@@ -43,7 +44,7 @@ def build_model(settings: Settings, context: ParallelContext, streams, plan: Loa
     if plan.folder and not plan.resume:
         problem = None
         try:
-            load_weights(model, plan.path, context)
+            load_weights(model, open_source(plan.path, settings.checkpoint), context)
         except RunError as error:
             problem = str(error)
         agree(context, problem)

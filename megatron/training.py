@@ -20,8 +20,9 @@ import torch.distributed as dist
 
 from megatron import bitfit, log_lines
 from megatron.arguments import accepted_without_effect, format_argument_dump
-from megatron.checkpoint import state
+from megatron.checkpoint import load_plan, resume, save
 from megatron.checkpoint.files import write_text
+from megatron.checkpoint.progress import Progress
 from megatron.config import Settings
 from megatron.data.broadcast import BroadcastRows
 from megatron.data.gpt_dataset import Datasets
@@ -61,7 +62,7 @@ class Run:
     streams: Any
     train_iters: int
     batch_sizes: BatchSizeSchedule
-    progress: state.Progress
+    progress: Progress
     writer: TensorBoardWriter
     engine: Any = None
     schedule: Any = None
@@ -93,14 +94,14 @@ def pretrain(settings: Settings, task: Task) -> None:
     tokenizer = _with_vocabulary(run)
     settings = run.settings
     if not settings.train.eval_only:
-        state.check_save_folder(settings.checkpoint, context)
-    plan = state.shared_plan(settings.checkpoint, context, eval_only=settings.train.eval_only)
+        save.check_save_folder(settings.checkpoint, context)
+    plan = load_plan.shared_plan(settings.checkpoint, context, eval_only=settings.train.eval_only)
     run.say(plan.reason)
-    stored = state.check_stored(plan, settings, context) if plan.folder else {}
+    stored = resume.check_stored(plan, settings, context) if plan.folder else {}
     if settings.train.loss_normalization != "micro-batch":
         run.weight = GlobalWeight(context)
     model = build_model(settings, context, run.streams, plan, run.weight)
-    state.check_trained(plan, stored, settings, context, model)
+    resume.check_trained(plan, stored, settings, context, model)
     parameters = bitfit.parameter_report(model, context)
     run.say(bitfit.format_report(parameters))
     run.engine, run.schedule = build_engine(model, settings, context, run.train_iters,
@@ -108,7 +109,7 @@ def pretrain(settings: Settings, task: Task) -> None:
     run.report = RunReport(run.engine, settings, context)
     run.say(run.report.at_start())
     if plan.folder:
-        run.progress = state.resume(run.engine, plan, stored, run.streams)
+        run.progress = resume.resume(run.engine, plan, stored, run.streams)
         run.say_last(log_lines.loaded_line(plan.folder, run.progress.iteration))
         if plan.resume and plan.progress:
             run.last_saved = run.progress.iteration
@@ -161,7 +162,7 @@ def _prepare(settings: Settings, context: ParallelContext) -> Run:
     streams = seed_everything(settings.train.seed, context)
     train_iters = training_iterations(settings.train, context.dp_size)
     run = Run(settings=settings, context=context, streams=streams, train_iters=train_iters,
-              batch_sizes=BatchSizeSchedule(settings.train, context.dp_size), progress=state.Progress(),
+              batch_sizes=BatchSizeSchedule(settings.train, context.dp_size), progress=Progress(),
               writer=TensorBoardWriter(settings.logging, enabled=context.is_last_rank,
                                       data_parallel_size=context.dp_size, seq_length=settings.model.seq_length))
     run.say(log_lines.world_size_line(parallel))
@@ -373,7 +374,7 @@ def _discard(run: Run, rows: Iterator | None, samples: int) -> None:
 
 def _save(run: Run) -> None:
     run.timers.start("save-checkpoint")
-    state.save(run.engine, run.settings, run.context, run.progress, run.streams)
+    save.save(run.engine, run.settings, run.context, run.progress, run.streams)
     run.timers.stop("save-checkpoint")
     run.last_saved = run.progress.iteration
 

@@ -54,7 +54,7 @@ def audit_run(case: Case, base: str, steps: int) -> dict:
 
 def unequal_start(case: Case, base: str) -> dict:
     """A frozen weight that differs between replicas before the engine is built, and afterwards."""
-    from megatron.checkpoint.state import LoadPlan
+    from megatron.checkpoint.load_plan import LoadPlan
     from megatron.engine import build_engine, build_model
     from megatron.mpu.context import build_context
     from megatron.mpu.random import seed_everything

@@ -10,7 +10,8 @@ from counting import counted_collectives
 from small_runs import Case, build_run, train_steps
 
 from megatron.bitfit import is_anchor, trainable
-from megatron.checkpoint import state
+from megatron.checkpoint import save
+from megatron.checkpoint.progress import Progress
 from megatron.metrics import params_norm
 
 
@@ -21,7 +22,7 @@ def terms_run(case: Case, base: str, folder: str) -> dict:
     losses, norms = train_steps(engine, case, context, 0, case.steps - 1)
     with counted_collectives() as moved:
         last = train_steps(engine, case, context, case.steps - 1, 1)
-    state.save(engine, settings, context, state.Progress(iteration=1), streams)
+    save.save(engine, settings, context, Progress(iteration=1), streams)
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     dp_ranks = tuple(torch.distributed.get_process_group_ranks(engine.mpu.get_data_parallel_group()))
     return {

@@ -89,7 +89,7 @@ def measured(settings) -> dict[str, int]:
     """
     import torch.distributed as dist
 
-    from megatron.checkpoint.state import LoadPlan
+    from megatron.checkpoint.load_plan import LoadPlan
     from megatron.engine import build_engine, build_model
     from megatron.mpu import linear
     from megatron.mpu.context import build_context
@@ -151,13 +151,13 @@ def measured(settings) -> dict[str, int]:
 
 def files_of(case: Case, base: str, folder: str) -> None:
     """One step and a save."""
-    from megatron.checkpoint import state
-    from megatron.checkpoint.state import Progress
+    from megatron.checkpoint import save
+    from megatron.checkpoint.progress import Progress
 
     case = dataclasses.replace(case, save=folder)
     settings, context, streams, engine, _ = build_run(case, base)
     train_steps(engine, case, context, 0, 1)
-    state.save(engine, settings, context, Progress(iteration=1, consumed_train_samples=case.global_batch), streams)
+    save.save(engine, settings, context, Progress(iteration=1, consumed_train_samples=case.global_batch), streams)
 
 
 def stored(folder: Path) -> tuple[tuple[int, int], tuple[int, int], int]:

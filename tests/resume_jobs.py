@@ -9,8 +9,8 @@ import torch
 from bitfit_jobs import tensors_in
 from small_runs import Case, build_run, local_tensors, settings_of, train_steps
 
-from megatron.checkpoint import state
-from megatron.checkpoint.state import Progress
+from megatron.checkpoint import load_plan, resume, save
+from megatron.checkpoint.progress import Progress
 
 
 def optimizer_digest(engine) -> str:
@@ -43,7 +43,7 @@ def first_half(case: Case, base: str, steps: int, folder: str) -> list[float]:
     settings, context, streams, engine, _ = build_run(case, base)
     losses, _ = train_steps(engine, case, context, 0, steps)
     progress = Progress(iteration=steps, consumed_train_samples=steps * case.global_batch)
-    state.save(engine, settings, context, progress, streams)
+    save.save(engine, settings, context, progress, streams)
     return losses
 
 
@@ -55,9 +55,9 @@ def second_half(case: Case, folder: str, steps: int) -> dict:
         # a constant shift of the embedding is invisible to the softmax; noise is not
         for param in engine.module.parameters():
             param.add_(torch.randn_like(param) * 0.1)
-    plan = state.shared_plan(settings.checkpoint, context)
-    stored = state.check_stored(plan, settings, context)
-    progress = state.resume(engine, plan, stored, streams)
+    plan = load_plan.shared_plan(settings.checkpoint, context)
+    stored = resume.check_stored(plan, settings, context)
+    progress = resume.resume(engine, plan, stored, streams)
     done = progress.iteration
     losses, _ = train_steps(engine, fresh, context, done, steps)
     progress.iteration += steps
@@ -69,10 +69,10 @@ def rates_after_resume(case: Case, folder: str) -> tuple[float, float] | str:
     """Rates of the schedule and of the optimizer right after a resume, or the refusal."""
     fresh = dataclasses.replace(case, save=folder, load=folder)
     settings, context, streams, engine, schedule = build_run(fresh, None)
-    plan = state.shared_plan(settings.checkpoint, context)
-    stored = state.check_stored(plan, settings, context)
+    plan = load_plan.shared_plan(settings.checkpoint, context)
+    stored = resume.check_stored(plan, settings, context)
     try:
-        state.resume(engine, plan, stored, streams)
+        resume.resume(engine, plan, stored, streams)
     except ValueError as error:
         return str(error)
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
@@ -86,9 +86,9 @@ def refusal(case: Case, folder: str) -> str | None:
     case = dataclasses.replace(case, save=folder, load=folder)
     settings, context, _, engine, _ = build_run(case, None)
     try:
-        plan = state.shared_plan(settings.checkpoint, context)
-        stored = state.check_stored(plan, settings, context)
-        state.check_trained(plan, stored, settings, context, engine.module)
+        plan = load_plan.shared_plan(settings.checkpoint, context)
+        stored = resume.check_stored(plan, settings, context)
+        resume.check_trained(plan, stored, settings, context, engine.module)
     except RunError as error:
         return str(error)
     return None
@@ -104,6 +104,6 @@ def plan_of(case: Case) -> str:
     settings = settings_of(case, dist.get_rank())
     context = build_context(case.tp, case.pp, dist.get_world_size(), dist.get_rank())
     try:
-        return state.shared_plan(settings.checkpoint, context).reason
+        return load_plan.shared_plan(settings.checkpoint, context).reason
     except RunError as error:
         return f"refused: {error}"

@@ -236,7 +236,7 @@ def build_run(case: Case, base: str | None):
     import torch.distributed as dist
     from deepspeed.accelerator import get_accelerator
 
-    from megatron.checkpoint.state import LoadPlan
+    from megatron.checkpoint.load_plan import LoadPlan
     from megatron.engine import build_engine, build_model
     from megatron.mpu.context import build_context
     from megatron.mpu.random import seed_everything

@@ -26,7 +26,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import finetune_t0
 from megatron.arguments import parse_arguments
 from megatron.checkpoint import files
-from megatron.checkpoint.state import plan_load
+from megatron.checkpoint.load_plan import plan_load
 from megatron.config import CheckpointConfig, DataConfig
 from megatron.data.mtf_batch import mtf_batch
 from megatron.errors import SharedRunError

@@ -9,7 +9,7 @@ from resume_jobs import first_half, plan_of, rates_after_resume, refusal, second
 from small_runs import Case, write_base
 
 from megatron.checkpoint import files
-from megatron.checkpoint.state import plan_load
+from megatron.checkpoint.load_plan import plan_load
 from megatron.config import CheckpointConfig
 from megatron.errors import RunError
 

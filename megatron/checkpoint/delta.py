@@ -16,7 +16,7 @@ import torch
 
 from megatron.bitfit import is_bias
 from megatron.checkpoint import files
-from megatron.checkpoint.weights import merge_shares
+from megatron.checkpoint.sources import merge_shares
 from megatron.config import ModelConfig
 from megatron.errors import RunError
 from megatron.model.pipe import EMBEDDING_INDEX, FIRST_BLOCK, GPTModel
