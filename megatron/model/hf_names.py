@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron.config import ModelConfig
-from megatron.model.pipe import EMBEDDING_INDEX, FIRST_BLOCK, final_norm_index
+from megatron.model.numbering import EMBEDDING_INDEX, FIRST_BLOCK, final_norm_index
 
 #: ways a tensor may differ: not at all; transposed; fused QKV regrouped from
 #: [head][q,k,v][dim] to [q,k,v][head][dim] (and transposed if a matrix); padded rows

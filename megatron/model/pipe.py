@@ -17,20 +17,13 @@ from megatron.model.block import ParallelTransformerLayerPipe
 from megatron.model.embedding import TIE, EmbeddingHead, EmbeddingPipe
 from megatron.model.loss import loss_function
 from megatron.model.norm import LayerNorm
+from megatron.model.numbering import EMBEDDING_INDEX, FIRST_BLOCK, final_norm_index  # noqa: F401  (found here too)
 from megatron.model.positions import PositionCache
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.layers import parallel_logits
 from megatron.mpu.random import RandomStreams, checkpoint
 
 POSITION_TYPES = ("absolute", "rotary", "alibi")
-#: pipeline index of block 0
-FIRST_BLOCK = 3
-EMBEDDING_INDEX = 1
-
-
-def final_norm_index(config: ModelConfig) -> int:
-    """Pipeline index, and layer file number, of the final LayerNorm."""
-    return config.num_layers + 4
 
 
 # --- layers without parameters. DeepSpeed matches partition patterns against function
