@@ -56,7 +56,7 @@ def replace_folder(new: Path, old: Path) -> None:
 def latest_tag(folder: str | Path) -> str | None:
     """The tag named in ``folder/latest``, or None without such a file."""
     try:
-        return (Path(folder) / LATEST).read_text().strip()
+        return (Path(folder) / LATEST).read_text(errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError):
         return None
 

@@ -1,0 +1,193 @@
+"""What a complete tag consists of, and which tag of a folder can be used.
+
+``SAVE/TAG/manifest.json`` is the last file written into a tag: name, length and CRC-32 of
+every other file, computed while they were written. A tag whose files differ from it is
+damaged. CRC-32 (ISO 3309, ``zlib``) finds what disks and killed jobs do to a file; it is
+no protection against somebody who changes files on purpose.
+
+Tags without a manifest, of older versions and of other programs, are used as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megatron.checkpoint import files
+from megatron.errors import RunError
+
+NAME = "manifest.json"
+FORMAT = 1
+#: a tag of ours; ``.old`` is one that was being replaced when its job was killed
+_TAG = re.compile(r"global_step(\d+)(\.old)?")
+_CHUNK = 4 * 2**20
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One file of a tag."""
+
+    name: str
+    bytes: int
+    crc32: str
+    """eight hexadecimal digits"""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a tag holds, and where it stands in its folder."""
+
+    iteration: int
+    run: str
+    """drawn at the first start of a run, kept by each resume: whose tag this is"""
+    sequence: int
+    """1 for the first tag saved into a folder, then one more for each"""
+    degrees: dict[str, int]
+    """tp, pp and dp of the job that saved"""
+    dtype: str
+    files: tuple[Entry, ...]
+
+
+def write(folder: Path, manifest: Manifest) -> None:
+    """Put ``manifest`` into ``folder`` in one step."""
+    facts = {**asdict(manifest), "format": FORMAT,
+             "files": {entry.name: {"bytes": entry.bytes, "crc32": entry.crc32} for entry in manifest.files}}
+    files.write_text(folder / NAME, json.dumps(facts, indent=1, sort_keys=True) + "\n")
+
+
+def read(folder: Path) -> Manifest | None:
+    """The manifest in ``folder``, None without one.
+
+    Raises RunError for one that cannot be understood.
+    """
+    path = folder / NAME
+    try:
+        facts = json.loads(path.read_bytes())
+        if facts.pop("format") != FORMAT:
+            raise RunError(f"{path} is of a later version of this program")
+        entries = tuple(Entry(name, **entry) for name, entry in facts.pop("files").items())
+        if any(Path(entry.name).name != entry.name for entry in entries):
+            raise ValueError("a file outside the folder")
+        return Manifest(**facts, files=entries)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise RunError(f"{path} cannot be read ({error})") from None
+
+
+def crc32_of(path: Path) -> str:
+    """Checksum of a file as it is on disk."""
+    value, buffer = 0, memoryview(bytearray(_CHUNK))
+    with open(path, "rb", buffering=0) as source:
+        while count := source.readinto(buffer):
+            value = zlib.crc32(buffer[:count], value)
+    return f"{value:08x}"
+
+
+def damage(folder: Path, verify: bool = False, *, share: tuple[int, int] = (0, 1)) -> str | None:
+    """What is wrong with the tag in ``folder``, naming the file; None where all is well.
+
+    Lengths are always compared, checksums with ``verify``, of every n-th file from the i-th
+    on for a ``share`` (i, n), so that ranks can divide the reading. A tag without a manifest
+    passes if the folder exists.
+    """
+    if not folder.is_dir():
+        return f"there is no folder {folder.name}"
+    try:
+        manifest = read(folder)
+        if manifest is None:
+            return None
+        found = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
+    except (OSError, RunError) as error:
+        return str(error)
+    for entry in manifest.files:
+        if entry.name not in found:
+            return f"{folder / entry.name} is missing, {NAME} lists it"
+        if found[entry.name] != entry.bytes:
+            return f"{folder / entry.name} has {found[entry.name]:,} bytes, {NAME} says {entry.bytes:,}"
+    listed = {entry.name for entry in manifest.files}
+    for name in sorted(found):
+        # a share of other degrees would be read as part of the model; notes of users would not
+        if name not in listed and name.endswith((".pt", ".safetensors")):
+            return f"{folder / name} is not in {NAME}"
+    by_size = sorted(manifest.files, key=lambda entry: (-entry.bytes, entry.name))
+    for entry in by_size[share[0]::share[1]] if verify else ():
+        try:
+            seen = crc32_of(folder / entry.name)
+        except OSError as error:
+            return str(error)
+        if seen != entry.crc32:
+            return f"{folder / entry.name} has checksum {seen}, {NAME} says {entry.crc32}"
+    return None
+
+
+def tags_with_manifest(folder: str | Path) -> list[tuple[str, Manifest | None]]:
+    """Tags saved into ``folder`` by this program, newest first, damaged ones included.
+
+    Where a manifest cannot be read it is None, and the tag comes last. Links and folders of
+    other names or without a manifest are not among them.
+    """
+    found = []
+    for path in Path(folder).iterdir() if Path(folder).is_dir() else ():
+        match = _TAG.fullmatch(path.name)
+        if not match or path.is_symlink() or not (path / NAME).is_file():
+            continue
+        try:
+            manifest = read(path)
+        except RunError:
+            manifest = None
+        age = (manifest.sequence if manifest else 0, int(match[1]), match[2] is None)
+        found.append((age, path.name, manifest))
+    return [(name, manifest) for _, name, manifest in sorted(found, key=lambda each: each[0], reverse=True)]
+
+
+def newest_valid_tag(folder: str | Path, verify: bool = False, *, damaged: Mapping[str, str] | None = None) -> str | None:
+    """The tag saved last into ``folder`` of those whose files match their manifest, or None.
+
+    ``damaged``: tags that are known to be damaged, as by checksums that ranks compared.
+    """
+    for tag, _ in tags_with_manifest(folder):
+        if tag not in (damaged or {}) and damage(Path(folder) / tag, verify) is None:
+            return tag
+    return None
+
+
+def usable_tag(folder: str | Path, verify: bool = False, *, damaged: Mapping[str, str] | None = None,
+               fallback: bool = True) -> tuple[str | None, str | None]:
+    """The tag to read from ``folder`` and what must be said about it: (tag, warning).
+
+    That is the tag ``latest`` names. Where it names none, or a damaged one, the newest valid
+    tag is taken and the warning says what was wrong. A tag without a manifest is taken
+    with a note. (None, None): the folder holds no checkpoint of which anything can be said.
+
+    Without ``fallback`` no other tag than the named one is taken, which suits all that is
+    no resume: other weights are no continuation. ``damaged`` is as in `newest_valid_tag`.
+    Raises RunError naming the damaged file when no usable tag is left.
+    """
+    folder = Path(folder)
+    tag = files.latest_tag(folder)
+    if tag is None:
+        wrong = "has no file 'latest'"
+    elif not tag or Path(tag).name != tag or not (folder / tag).is_dir():
+        wrong = f"its file 'latest' names {tag or 'nothing'}, but there is no such folder in it"
+    else:
+        wrong = (damaged or {}).get(tag) or damage(folder / tag, verify)
+        if wrong is None:
+            return tag, None if (folder / tag / NAME).is_file() else (
+                f"{folder / tag} has no {NAME} (saved by another program or an older version): "
+                "whether its files are complete is not checked")
+        wrong = f"{tag} is damaged: {wrong}"
+    known = tags_with_manifest(folder)
+    if tag is None and not known:
+        return None, None
+    other = newest_valid_tag(folder, verify, damaged=damaged) if fallback else None
+    if other is None:
+        more = "" if not fallback else "; no other checkpoint in it is complete" if known else (
+            "; no other checkpoint in it is known to be complete")
+        raise RunError(f"{folder}: {wrong}{more}; copy the checkpoint again, or name a complete tag in "
+                       f"{folder / files.LATEST}")
+    return other, f"{folder}: {wrong}; continuing from {other}, the newest complete checkpoint in it"
