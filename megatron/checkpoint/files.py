@@ -7,15 +7,14 @@ name holds ``layer_II-model_TT-model_states.pt`` per pipeline layer and TP rank,
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shutil
-from collections import OrderedDict
 from pathlib import Path
 
 import torch
 
+from megatron.checkpoint import unpickling
 from megatron.errors import RunError
 
 LATEST = "latest"
@@ -92,30 +91,13 @@ def mp_rank_file(folder: Path, mp_rank: int) -> Path:
     return folder / f"mp_rank_{mp_rank:02d}_model_states.pt"
 
 
-def _safe_classes() -> list:
-    """The few classes beyond tensors and containers that our files and DeepSpeed's hold."""
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
-
-    return [argparse.Namespace, OrderedDict, LossScaler, DynamicLossScaler, fragment_address,
-            ZeroStageEnum, torch.Size]
-
-
-def read(path: str | Path):
-    """Load a checkpoint file to the CPU without running code it may contain.
+def read(path: str | Path, *, trust: bool = False):
+    """Load a checkpoint file to the CPU without running code it may contain, unless ``trust``.
 
     Raises RunError for a missing or damaged file, and for one that needs more than
     the allowed classes.
     """
-    try:
-        with torch.serialization.safe_globals(_safe_classes()):
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise RunError(f"checkpoint file {path} does not exist") from None
-    except Exception as error:
-        lines = str(error).splitlines() or [type(error).__name__]
-        raise RunError(f"checkpoint file {path} cannot be read safely: {lines[0]}") from error
+    return unpickling.load(path, trust=trust)
 
 
 def checkpoint_engine():
