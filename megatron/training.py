@@ -97,6 +97,8 @@ def pretrain(settings: Settings, task: Task) -> None:
         save.check_save_folder(settings.checkpoint, context)
     plan = load_plan.shared_plan(settings.checkpoint, context, eval_only=settings.train.eval_only)
     run.say(plan.reason)
+    if plan.warning:
+        run.say(f"warning: {plan.warning}")
     stored = resume.check_stored(plan, settings, context) if plan.folder else {}
     if settings.train.loss_normalization != "micro-batch":
         run.weight = GlobalWeight(context)

@@ -1,34 +1,39 @@
 """What a start loads, and which parts of it.
 
-Which folder a start reads is decided once, on rank 0, and told to all ranks:
+docs/loading.md holds the rules as a table, which tests/test_loading.py proves cell by cell. In short:
 
-====================================  =====================================================
-found                                 done
-====================================  =====================================================
-``--save`` holds a checkpoint,         resume this run from there (weights, optimizer,
-``--load`` is it too, is another       schedule, progress, random states); with another or
-folder or is not given                 no ``--load``, ``--finetune``, ``--no-load-optim`` and
-                                       ``--reset-progress`` were for the first start
-``--load`` is another folder           start from it as a base: weights only, everything
-                                       else fresh
-``--load`` is the ``--save`` folder    resume, less what ``--finetune``, ``--no-load-optim``,
-and one of the old flags is given      ``--no-load-rng`` and ``--reset-progress`` leave out
-``--load`` holds no checkpoint         an error, unless ``--allow-fresh-start``
-====================================  =====================================================
+- ``--save`` holds a checkpoint: this run is resumed from there, whatever else ``--load`` names.
+- ``--load`` is another folder: the base of a new run, of which the weights alone are read.
+- ``--load`` is the ``--save`` folder: a resume, less what ``--finetune``, ``--no-load-optim``,
+  ``--no-load-rng`` and ``--reset-progress`` leave out.
+- ``--load`` holds no checkpoint: an error, unless ``--allow-fresh-start``.
+
+Rank 0 decides; the others compare what they see with what it saw (``shared_plan``).
 """
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import os
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron.checkpoint import files
+from megatron.checkpoint import files, manifest
 from megatron.config import CheckpointConfig
 from megatron.errors import RunError
 from megatron.initialize import agree
 from megatron.mpu.context import ParallelContext
+
+#: a folder right inside the one that ``latest`` lies in: no separators, no leading dot
+_TAG = re.compile(r"\w[\w.+=-]*")
+#: what makes a folder a tag: weights per pipeline layer, or the state of a rank
+_PARTS = re.compile(r"(layer_\d+-model_\d+-model_states|mp_rank_\d+_model_states)\.pt")
+_TAIL = 64 * 2**10
 
 
 @dataclass(frozen=True)
@@ -37,11 +42,14 @@ class LoadPlan:
 
     folder: str | None
     tag: str | None
+    """None for a Hugging Face folder, which has none"""
     resume: bool = False
     """optimizer, schedule and counters of the engine too, not the weights alone"""
     progress: bool = False
     rng: bool = False
     reason: str = "starting from random weights"
+    warning: str | None = None
+    """what the user should hear about the checkpoint before training goes on"""
 
     @property
     def weights_only(self) -> bool:
@@ -49,69 +57,267 @@ class LoadPlan:
 
     @property
     def path(self) -> Path:
-        return Path(self.folder) / self.tag
+        """The folder with the files."""
+        return Path(self.folder) / self.tag if self.tag else Path(self.folder)
 
 
-def plan_load(config: CheckpointConfig, *, eval_only: bool = False) -> LoadPlan:
-    """Decide what this start loads; looks at ``latest`` files only.
+@dataclass(frozen=True)
+class _Found:
+    """A checkpoint on disk."""
 
-    With ``eval_only`` nothing is written, so ``--load`` is read whatever ``--save`` holds,
-    and the iteration it was saved at is kept for the evaluation's lines.
+    folder: str
+    tag: str | None
+    warning: str | None = None
 
-    Raises RunError when ``--load`` holds no checkpoint and a fresh start was not allowed.
+    @property
+    def name(self) -> str:
+        return f"{self.folder} ({self.tag or 'Hugging Face format'})"
+
+
+# --- one process --------------------------------------------------------------------------------
+
+
+def plan_load(config: CheckpointConfig, *, eval_only: bool = False, damaged: Mapping[str, str] = {}) -> LoadPlan:  # noqa: B006
+    """Decide what this start loads; looks at names, ``latest`` and lengths of files, not into them.
+
+    With ``eval_only`` nothing is written, so ``--load`` is read whatever ``--save`` holds (or
+    ``--save``, without ``--load``), and the iteration it was saved at is kept for the evaluation's
+    lines. ``damaged``: paths of tags whose checksums are known to be wrong, and what is wrong.
+
+    Raises RunError when ``--load`` holds no checkpoint and a fresh start was not allowed, and
+    for a folder in which no tag can be chosen.
     """
-    own = config.save and files.latest_tag(config.save)
-    same = bool(config.save and config.load
-                and Path(config.save).resolve() == Path(config.load).resolve())
-    if own and not same and not eval_only:
-        base = f"; --load {config.load} was its base and is not read again" if config.load else ""
-        spent = [flag for flag, given in (("--finetune", config.finetune), ("--no-load-optim", not config.load_optim),
-                                          ("--reset-progress", config.reset_progress)) if given]
-        spent = f"; {', '.join(spent)} concerned the first start alone" if spent else ""
-        return LoadPlan(config.save, own, resume=True, progress=True, rng=config.load_rng,
-                        reason=f"resuming: --save {config.save} holds this run's {own}{base}{spent}")
-    if not config.load:
+    same = bool(config.save and config.load and _same(config.save, config.load))
+    if config.save and not same and not eval_only and (own := _find("--save", config.save, True, damaged)):
+        return LoadPlan(own.folder, own.tag, resume=True, progress=True, rng=config.load_rng, warning=own.warning,
+                        reason=f"resuming: --save {config.save} holds this run's {own.tag}{_unused(config, own)}")
+    flag, folder = "--load", config.load
+    if eval_only and not folder:
+        flag, folder = "--save", config.save
+    if not folder:
         return LoadPlan(None, None)
-    tag = files.latest_tag(config.load)
-    if tag is None:
+    found = _find(flag, folder, same and not eval_only, damaged)
+    if found is None:
         if config.allow_fresh_start:
-            return LoadPlan(None, None, reason=f"--load {config.load} holds no checkpoint; "
+            return LoadPlan(None, None, reason=f"{flag} {folder} holds no checkpoint; "
                                                "--allow-fresh-start: starting from random weights")
-        raise RunError(f"--load {config.load} holds no checkpoint (no file 'latest' in it); give the "
+        raise RunError(f"{flag} {folder} holds no checkpoint ({_what_is(Path(folder))}); give the "
                        "folder that was used with --save, or --allow-fresh-start to train from "
                        "random weights")
-    if not (Path(config.load) / tag).is_dir():
-        raise RunError(f"--load {config.load}: its file 'latest' names {tag}, but there is no such "
-                       "folder in it")
+    plan = LoadPlan(found.folder, found.tag, warning=found.warning)
     if eval_only:
-        return LoadPlan(config.load, tag, progress=True, reason=f"evaluating {config.load} ({tag})")
-    if not same:
-        return LoadPlan(config.load, tag,
-                        reason=f"starting from the base {config.load} ({tag}): weights only; optimizer, "
-                               "schedule, progress and random states start fresh")
-    resume = config.load_optim
+        # layer files alone, or weights of another format, do not say their iteration
+        says = found.tag is not None and files.mp_rank_file(plan.path, 0).exists()
+        return dataclasses.replace(plan, progress=says, reason=f"evaluating {found.name}")
+    if not same or found.tag is None:
+        return dataclasses.replace(plan, reason=f"starting from the base {found.name}: weights only; optimizer, "
+                                                "schedule, progress and random states start fresh")
+    resume, rng = config.load_optim, config.load_rng and not config.finetune
     progress = not (config.finetune or config.reset_progress)
-    left_out = [name for name, out in (("optimizer and schedule", not resume), ("progress", not progress),
-                                       ("random states", not config.load_rng or config.finetune)) if out]
-    return LoadPlan(config.load, tag, resume=resume, progress=progress,
-                    rng=config.load_rng and not config.finetune,
-                    reason=f"resuming from {config.load} ({tag})"
-                           + (f" without {', '.join(left_out)}" if left_out else ""))
+    left_out = [name for name, kept in (("optimizer and schedule", resume), ("progress", progress),
+                                        ("random states", rng)) if not kept]
+    without = f" without {', '.join(left_out)}" if left_out else ""
+    if not progress:
+        without += "; each start with these flags counts from 0 again: take them out before the next one"
+    return dataclasses.replace(plan, resume=resume, progress=progress, rng=rng,
+                               reason=f"resuming from {found.name}{without}")
+
+
+def _same(one: str, other: str) -> bool:
+    return Path(one).resolve() == Path(other).resolve()
+
+
+def _unused(config: CheckpointConfig, own: _Found) -> str:
+    """What a resume from ``--save`` leaves unread, for the log. Raises RunError for a tag of the run itself."""
+    if not config.load:
+        base = ""
+    elif _same(str(Path(config.load).parent), config.save) and _is_tag(Path(config.load)):
+        raise RunError(f"--load {config.load} is a tag of this run, which would go on from {own.tag}; to go back to it, "
+                       f"write {Path(config.load).name} into {Path(config.save) / files.LATEST}, or --save elsewhere")
+    else:
+        base = f"; --load {config.load} was its base and is not read again"
+    spent = [flag for flag, given in (("--finetune", config.finetune), ("--no-load-optim", not config.load_optim),
+                                      ("--reset-progress", config.reset_progress)) if given]
+    return base + (f"; {', '.join(spent)} concerned the first start alone" if spent else "")
+
+
+def _find(flag: str, folder: str, resume: bool, damaged: Mapping[str, str]) -> _Found | None:
+    """The checkpoint in ``folder``, or None where there is nothing of one.
+
+    A resume may go on from an older tag than a damaged newest one; a base must be what it is
+    said to be. Raises RunError naming the tags there when none can be chosen.
+    """
+    root = Path(folder)
+    bad = {Path(path).name: what for path, what in damaged.items() if Path(path).parent == root}
+    named = _named(flag, root, empty_too=resume)
+    if named is not None or resume:
+        try:
+            tag, warning = manifest.usable_tag(root, damaged=bad, fallback=resume)
+        except RunError as error:
+            raise RunError(f"{flag} {error}{_tags_there(root)}") from None
+        if tag is not None:
+            return _Found(folder, tag, warning)
+    tags = tags_in(root)
+    if len(tags) == 1:
+        return _whole(flag, _Found(folder, tags[0], f"{folder} has no file 'latest'; its only tag {tags[0]} is read"), bad)
+    if tags:
+        raise RunError(f"{flag} {folder} holds the tags {_listed(tags)} but no file 'latest' that says which of them to "
+                       f"read: write one of these names into {root / files.LATEST}"
+                       + (f", or give --load {root / tags[-1]}" if flag == "--load" else ""))
+    if flag == "--save":
+        return None
+    if _is_tag(root) and not resume:
+        inside = root.resolve()
+        bad = {inside.name: damaged[str(inside)]} if str(inside) in damaged else {}
+        return _whole(flag, _Found(str(inside.parent), inside.name,
+                                   f"{flag} {folder} is one tag itself, and is read whatever 'latest' beside it names"), bad)
+    return _Found(folder, None) if is_hugging_face(root) else None
+
+
+def _whole(flag: str, found: _Found, bad: Mapping[str, str]) -> _Found:
+    """``found``, unless its files are not those of its manifest."""
+    path = Path(found.folder) / found.tag
+    if wrong := bad.get(found.tag) or manifest.damage(path):
+        raise RunError(f"{flag} {path} is damaged: {wrong}; copy it again, or load another tag")
+    return found
+
+
+def _named(flag: str, root: Path, *, empty_too: bool) -> str | None:
+    """What ``latest`` says, None without such a file. Raises RunError for all that is not the name of a folder."""
+    try:
+        with open(root / files.LATEST, "rb") as file:
+            text = file.read(4096).decode(errors="replace").strip()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise RunError(f"{flag} {root}: its file 'latest' cannot be read ({error})") from None
+    if not _TAG.fullmatch(text) and (text or not empty_too):
+        raise RunError(f"{flag} {root}: its file 'latest' holds {text[:80]!r}, but should hold the name of one folder in it, "
+                       f"such as global_step100{_tags_there(root)}")
+    return text
+
+
+def tags_in(folder: str | Path) -> list[str]:
+    """Names of the folders in ``folder`` that hold a checkpoint, by number; unfinished saves are none."""
+    root = Path(folder)
+    found = [path.name for path in (root.iterdir() if root.is_dir() else ())
+             if _TAG.fullmatch(path.name) and path.suffix not in (".part", ".old") and _is_tag(path)]
+    return sorted(found, key=lambda name: [(int(part), "") if part.isdigit() else (0, part)
+                                           for part in re.split(r"(\d+)", name)])
+
+
+def _is_tag(path: Path) -> bool:
+    return path.is_dir() and any(_PARTS.fullmatch(name) for name in os.listdir(path))
+
+
+def is_hugging_face(folder: str | Path) -> bool:
+    """Whether ``folder`` is laid out as transformers saves a model, and holds no checkpoint of ours."""
+    root = Path(folder)
+    return (root / "config.json").is_file() and not (root / files.LATEST).exists() and not tags_in(root) and not _is_tag(root)
+
+
+def _tags_there(root: Path) -> str:
+    tags = tags_in(root)
+    return f" (tags there: {_listed(tags)})" if tags else ""
+
+
+def _listed(tags: list[str]) -> str:
+    return ", ".join(tags if len(tags) <= 8 else [*tags[:3], f"{len(tags) - 6} more", *tags[-3:]])
+
+
+def _what_is(root: Path) -> str:
+    if not root.exists():
+        return "there is no such folder"
+    if not root.is_dir():
+        return "it is a file"
+    return "the folder is empty" if not any(root.iterdir()) else "no file 'latest' and no tag in it"
+
+
+# --- all ranks ----------------------------------------------------------------------------------
 
 
 def shared_plan(config: CheckpointConfig, context: ParallelContext, *, eval_only: bool = False) -> LoadPlan:
-    """Collective: rank 0's plan, after every rank has seen the same tag on its disk."""
-    plan, problem = None, None
-    try:
-        plan = plan_load(config, eval_only=eval_only)
-    except RunError as error:
-        problem = str(error)
-    agree(context, problem)
-    box = [plan]
+    """Collective: rank 0's plan, after every rank has seen the same files.
+
+    With ``--verify-checkpoint`` the ranks divide the reading of the tag among themselves; a
+    resume goes on from the tag before a damaged one. Raises SharedRunError on all ranks with the
+    first rank's sentence.
+    """
+    damaged: dict[str, str] = {}
+    while True:
+        plan = _plan_of_rank_0(config, context, eval_only, damaged)
+        if not (plan.folder and config.verify_checkpoint):
+            return plan
+        wrong = _gathered(context, manifest.damage(plan.path, True, share=(context.rank, context.world_size)))
+        if not any(wrong):
+            return plan
+        damaged[str(plan.path)] = next(sentence for sentence in wrong if sentence)
+
+
+def _plan_of_rank_0(config: CheckpointConfig, context: ParallelContext, eval_only: bool, damaged: dict[str, str]) -> LoadPlan:
+    plan, problem, theirs = None, None, None
+    if context.rank == 0:
+        try:
+            plan = plan_load(config, eval_only=eval_only, damaged=damaged)
+            theirs = _sight(config, plan)
+        except RunError as error:
+            problem = str(error)
+        except OSError as error:
+            problem = f"the checkpoint cannot be looked at: {error}"
+    box = [(plan, problem, theirs)]
     if context.world_size > 1:
         dist.broadcast_object_list(box, src=0)
-    theirs = box[0]
-    agree(context, None if (plan.folder, plan.tag) == (theirs.folder, theirs.tag) else
-          f"sees checkpoint {plan.tag} where rank 0 sees {theirs.tag} in {theirs.folder}; "
-          "all ranks need the same file system")
-    return theirs
+    plan, problem, theirs = box[0]
+    agree(context, problem)
+    difference = None
+    for what, seen in (_sight(config, plan) if context.rank else theirs).items():
+        if seen != theirs[what]:
+            difference = f"sees {seen} in {what}, where rank 0 sees {theirs[what]}; all ranks need the same files"
+            break
+    agree(context, difference)
+    return plan
+
+
+def _gathered(context: ParallelContext, mine: str | None) -> list[str | None]:
+    everyones = [mine]
+    if context.world_size > 1:
+        everyones = [None] * context.world_size
+        dist.all_gather_object(everyones, mine)
+    return everyones
+
+
+def _sight(config: CheckpointConfig, plan: LoadPlan) -> dict[str, str]:
+    """What this rank finds on its disk, in words: path -> what is there."""
+    seen = {}
+    for folder in filter(None, (config.save, config.load)):
+        path = Path(folder) / files.LATEST
+        try:
+            with open(path, "rb") as file:
+                seen[str(path)] = repr(file.read(4096).decode(errors="replace"))
+        except OSError as error:
+            seen[str(path)] = "nothing" if Path(folder).is_dir() else f"no folder ({error.strerror})"
+    if plan.folder:
+        try:
+            seen[str(plan.path)] = contents(plan.path)
+        except OSError as error:
+            seen[str(plan.path)] = f"nothing ({error.strerror})"
+    return seen
+
+
+def contents(folder: Path) -> str:
+    """Identity of the files in ``folder`` without reading them all, as a sentence with 64 bits of SHA-256.
+
+    Names, lengths, the manifest, and the end of each state file of rank 0: it is a zip file, which
+    ends with checksums of all it holds, iteration and random states among them. Raises OSError.
+    """
+    with os.scandir(folder) as entries:
+        lengths = sorted((entry.name, entry.stat().st_size) for entry in entries if entry.is_file())
+    digest = hashlib.sha256(repr(lengths).encode())
+    for path in (folder / manifest.NAME, files.mp_rank_file(folder, 0)):
+        if path.exists():
+            with open(path, "rb") as file:
+                if path.name != manifest.NAME:
+                    file.seek(max(0, path.stat().st_size - _TAIL))
+                digest.update(file.read())
+    total = sum(length for _, length in lengths)
+    return f"{len(lengths)} files of {total:,} bytes (fingerprint {digest.hexdigest()[:16]})"
