@@ -43,7 +43,7 @@ def fill_layer(layer: torch.nn.Module, index: int, source: WeightSource, context
         tag, whole = tag_of(param), tensors[name]
         # rows past the true vocabulary are padding: their number depends on the TP degree
         if tag.tied:
-            whole = _resize_rows(whole, param.shape[0] * context.tp_size)
+            whole = resize_rows(whole, param.shape[0] * context.tp_size)
         try:
             mine = shard(whole, tag, context.tp_rank, context.tp_size)
         except ValueError as error:
@@ -55,7 +55,8 @@ def fill_layer(layer: torch.nn.Module, index: int, source: WeightSource, context
     separate_again(layer)
 
 
-def _resize_rows(table: torch.Tensor, rows: int) -> torch.Tensor:
+def resize_rows(table: torch.Tensor, rows: int) -> torch.Tensor:
+    """A word table, or optimizer state of one, cut or filled with zeros to ``rows`` rows."""
     if table.shape[0] >= rows:
         return table[:rows]
     return torch.cat([table, table.new_zeros(rows - table.shape[0], table.shape[1])])
