@@ -81,8 +81,12 @@ def merge_shares(name: str, shares: list[torch.Tensor], tag: ParamTag, paths: li
 
 
 def open_source(folder: str | Path, config: CheckpointConfig | None = None) -> WeightSource:
-    """The source that reads ``folder``: a tag folder with layer files.
+    """The source that reads ``folder``: a tag folder with layer files, or a Hugging Face folder.
 
     ``config`` says what the user allowed. Raises RunError for a folder of no known layout.
     """
+    from megatron.checkpoint.hugging_face import HuggingFaceFolder, is_hugging_face
+
+    if is_hugging_face(folder):
+        return HuggingFaceFolder(folder)
     return LayerFolder(Path(folder))

@@ -1,0 +1,295 @@
+"""Whole folders between Hugging Face's layout and ours, one pipeline layer in memory at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron.checkpoint import files
+from megatron.checkpoint.hugging_face import CONFIG, StoredConfig, is_hugging_face, read_config, shape_there
+from megatron.checkpoint.hugging_face_files import ShardWriter
+from megatron.checkpoint.layer_tags import layer_kind, layer_order, layer_tags
+from megatron.checkpoint.progress import ARCHITECTURE_FLAGS, architecture
+from megatron.checkpoint.sources import WeightSource, open_source
+from megatron.config import ModelConfig
+from megatron.errors import RunError
+from megatron.model.hf_names import VOCABULARY, to_hugging_face
+
+#: where from-hf keeps what is not weights, for to-hf and as a tokenizer folder
+CARRIED = "hf"
+GENERATION = "generation_config.json"
+#: what a tokenizer may consist of
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+                   "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "chat_template.jinja",
+                   "chat_template.json")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+HF_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16",
+             torch.float64: "float64"}
+CLASSES = {"bloom": "BloomForCausalLM", "gpt2": "GPT2LMHeadModel"}
+
+Step = Callable[[int, int], None]
+"""called after each layer with (layers done, layers in all)"""
+
+
+def carry_files(source: Path, target: Path, *, config: bool) -> list[str]:
+    """Copy tokenizer files, ``generation_config.json`` and, if asked, ``config.json``; returns their names."""
+    wanted = [*TOKENIZER_FILES, GENERATION, *([CONFIG] if config else [])]
+    names = [name for name in wanted if (source / name).is_file()]
+    for name in names:
+        shutil.copyfile(source / name, target / name)
+    return names
+
+
+def convert_dtype(name: str, tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+    """``tensor`` in ``dtype`` (fp32, bf16, fp16, or keep). RunError where a number is too large for fp16."""
+    if dtype == "keep":
+        return tensor
+    cast = tensor.to(DTYPES[dtype])
+    if dtype == "fp16" and not torch.equal(cast.isfinite(), tensor.isfinite()):
+        raise RunError(f"{name} holds numbers of up to {tensor.abs().max().item():.3g}, too large for fp16; "
+                       "take bf16 or fp32")
+    return cast
+
+
+# --- ours -> Hugging Face ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What ``to_folder`` wrote."""
+
+    kind: str
+    parameters: int
+    bytes: int
+    rows: int
+    """rows of the word table"""
+    dropped_rows: int
+    files: tuple[str, ...]
+    carried: tuple[str, ...]
+    """tokenizer and generation files"""
+
+
+def find_tag(checkpoint: str | Path) -> Path:
+    """The folder with the weights: ``checkpoint`` itself, or the tag in it that its ``latest`` names."""
+    folder = Path(checkpoint)
+    if not folder.is_dir():
+        raise RunError(f"{checkpoint} is no folder")
+    tag = files.latest_tag(folder)
+    if tag and not (folder / tag).is_dir():
+        raise RunError(f"{checkpoint}: its file 'latest' names {tag}, but there is no such folder in it")
+    return folder / tag if tag else folder
+
+
+def to_folder(checkpoint: str | Path, target: str | Path, *, base: str | Path | None = None,
+              max_shard_bytes: int = 5 * 10**9, keep_padding: bool = False, dtype: str = "keep",
+              step: Step = lambda done, total: None, source: WeightSource | None = None) -> Exported:
+    """Write the weights of ``checkpoint`` (a tag, or a folder with ``latest``) as a Hugging Face folder.
+
+    ``base`` is a Hugging Face folder of the same architecture: its config, tokenizer and
+    generation files are copied. Without one, the ``hf`` folder that ``from_folder`` left
+    beside the tag serves, else the checkpoint's own state file. ``source`` reads the
+    weights where ``open_source`` without further settings would not do.
+
+    The word table keeps the rows of ``base`` or of the true vocabulary, whichever are more, or all
+    with ``keep_padding``. Raises RunError, leaving no ``target``, when something does not fit.
+    """
+    target = Path(target)
+    if target.exists():
+        raise RunError(f"{target} exists already; give a new folder")
+    folder = find_tag(checkpoint)
+    source = source or open_source(folder)
+    base = _base_of(folder, base)
+    state = _state(folder)
+    model, kind = _model(folder, state, base)
+    if source.num_layers != model.num_layers:
+        raise RunError(f"{folder} holds {source.num_layers} layers, {base or 'its state file'} describes {model.num_layers}")
+    pairs = StoredConfig(kind, model, 0, {}).pairs()
+    true_sizes = {base and read_config(base).rows, _true_size(state)}
+    part = target.with_name(target.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)  # of a conversion that was killed
+    writer = ShardWriter(part, [pair.hf_name for pair in pairs], max_shard_bytes)
+    try:
+        part.mkdir(parents=True)
+        tags = layer_tags(gated=False, learned_positions=kind == "gpt2", embed_layernorm=kind == "bloom")
+        order = layer_order(model.num_layers)
+        rows = stored_rows = parameters = 0
+        for done, index in enumerate(order, start=1):
+            tensors = source.layer(index, tags[layer_kind(index, model.num_layers)])
+            for pair in (pair for pair in pairs if pair.index == index):
+                if pair.name not in tensors:
+                    raise RunError(f"{source.described(index)} lacks {pair.name}")
+                tensor = tensors.pop(pair.name)
+                if pair.layout == VOCABULARY:
+                    stored_rows = tensor.shape[0]
+                    rows = _kept_rows(stored_rows, true_sizes, keep_padding)
+                    tensor, vocabulary_dtype = tensor[:rows], tensor.dtype
+                _check_shape(pair, tensor, model, rows, source)
+                tensor = convert_dtype(pair.hf_name, to_hugging_face(pair, tensor, model, keep_padding=True), dtype)
+                writer.add(pair.hf_name, tensor)
+                parameters += tensor.numel()
+            if tensors:
+                raise RunError(f"{source.described(index)} holds {', '.join(sorted(tensors)[:3])}, for which "
+                               f"{CLASSES[kind]} has no place")
+            step(done, len(order))
+        written = writer.close()
+        stored_dtype = vocabulary_dtype if dtype == "keep" else DTYPES[dtype]
+        carried = _write_rest(part, base, state, model, kind, rows, stored_dtype)
+        for name in carried:
+            _sync(part / name)
+        part.rename(target)
+    except BaseException:
+        writer.abandon()
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+    return Exported(kind=kind, parameters=parameters, bytes=writer.total_bytes, rows=rows,
+                    dropped_rows=stored_rows - rows, files=tuple(path.name for path in written),
+                    carried=tuple(name for name in carried if name != CONFIG))
+
+
+def _base_of(folder: Path, base: str | Path | None) -> Path | None:
+    if base is not None:
+        if not is_hugging_face(base):
+            raise RunError(f"--base {base} is no Hugging Face folder: it has no {CONFIG}")
+        return Path(base)
+    places = [folder, folder / CARRIED, folder.parent / CARRIED]
+    return next((place for place in places if is_hugging_face(place)), None)
+
+
+def _state(folder: Path) -> dict:
+    """The state file of a tag; {} where there is none that can be read."""
+    try:
+        state = files.read(files.mp_rank_file(folder, 0))
+    except RunError:
+        return {}
+    return state if isinstance(state, dict) else {}
+
+
+def _true_size(state: dict) -> int | None:
+    info = state.get("checkpoint_info")
+    return info.get("original_vocab_size") if isinstance(info, dict) else None
+
+
+def _model(folder: Path, state: dict, base: Path | None) -> tuple[ModelConfig, str]:
+    """Architecture of the stored model and bloom or gpt2."""
+    stored = _stored_architecture(state)
+    if base is not None:
+        theirs = read_config(base)
+        for name, value in architecture(theirs.model).items():
+            if name != "vocab_size" and stored.get(name, value) != value:
+                raise RunError(f"{folder} holds a model with {name} {stored[name]}, {base / CONFIG} describes one with {value}; "
+                               "give --base with the Hugging Face folder that it was made from")
+        return theirs.model, theirs.kind
+    if not stored:
+        raise RunError(f"{folder} does not say what model it holds; give --base with a Hugging Face folder of the "
+                       "same architecture")
+    lengths = {name: getattr(state.get("args"), name, None) or 2048 for name in ("seq_length", "max_position_embeddings")}
+    kinds = {"alibi": "bloom", "absolute": "gpt2"}
+    if stored["position_embedding_type"] not in kinds:
+        raise RunError(f"{folder} holds a model with {stored['position_embedding_type']} positions, which neither BLOOM "
+                       "(alibi) nor GPT-2 (absolute) has")
+    kind = kinds[stored["position_embedding_type"]]
+    model = ModelConfig(**{name: value for name, value in stored.items() if name != "vocab_size"}, **lengths)
+    try:
+        StoredConfig(kind, model, 0, {}).pairs()
+    except ValueError as error:
+        raise RunError(f"{folder}: {error}") from error
+    return model, kind
+
+
+def _stored_architecture(state: dict) -> dict:
+    """Settings of the network in a state file; {} where it does not hold all of them."""
+    stored = state.get("architecture")
+    if isinstance(stored, dict) and stored.keys() >= ARCHITECTURE_FLAGS.keys() - {"vocab_size"}:
+        return {name: stored[name] for name in ARCHITECTURE_FLAGS if name in stored}
+    return {}
+
+
+def _kept_rows(stored: int, true_sizes: set[int | None], keep_padding: bool) -> int:
+    fitting = [size for size in true_sizes if size and size <= stored]
+    return stored if keep_padding else max(fitting, default=stored)
+
+
+def _check_shape(pair, tensor: torch.Tensor, model: ModelConfig, rows: int, source: WeightSource) -> None:
+    theirs = shape_there(pair, model, rows)
+    ours = theirs if pair.layout in ("same", VOCABULARY) else theirs[::-1]
+    if tuple(tensor.shape) != ours:
+        raise RunError(f"{pair.name} in {source.described(pair.index)} has shape {tuple(tensor.shape)}; by the "
+                       f"configuration it should have {ours}")
+
+
+def _write_rest(part: Path, base: Path | None, state: dict, model: ModelConfig, kind: str, rows: int,
+                dtype: torch.dtype) -> list[str]:
+    """Config, generation settings and tokenizer; returns the names of what was written."""
+    if base is not None:
+        carried = carry_files(base, part, config=False)
+        config = read_config(base).raw
+    else:
+        carried = _carry_tokenizer(state, part)
+        config = _fresh_config(model, kind) | _special_ids(state)
+    config = config | {"architectures": [CLASSES[kind]], "model_type": kind, "vocab_size": rows,
+                       "tie_word_embeddings": True}
+    config.pop("torch_dtype" if "dtype" in config else "dtype", None)
+    config["dtype" if "dtype" in config else "torch_dtype"] = HF_DTYPES[dtype]
+    (part / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return [CONFIG, *carried]
+
+
+def _fresh_config(model: ModelConfig, kind: str) -> dict:
+    common = {"layer_norm_epsilon": model.layernorm_epsilon, "n_layer": model.num_layers, "n_head": model.num_attention_heads}
+    if kind == "bloom":
+        return common | {"hidden_size": model.hidden_size, "seq_length": model.seq_length, "apply_residual_connection_"
+                         "post_layernorm": model.apply_residual_connection_post_layernorm}
+    inner = None if model.ffn_hidden_size == 4 * model.hidden_size else model.ffn_hidden_size
+    return common | {"n_embd": model.hidden_size, "n_positions": model.max_position_embeddings, "n_inner": inner,
+                     "activation_function": "gelu_new"}
+
+
+def _trained_tokenizer(state: dict):
+    """Settings of the tokenizer the run was started with, where its files are still there."""
+    from megatron.config import TokenizerConfig
+
+    args = state.get("args")
+    names = ("tokenizer_type", "tokenizer_name_or_path", "vocab_file", "merge_file")
+    found = {name: value for name in names if (value := getattr(args, name, None))}
+    paths = [found[name] for name in names[1:] if name in found]
+    return TokenizerConfig(**found) if paths and all(Path(path).exists() for path in paths) else None
+
+
+def _special_ids(state: dict) -> dict:
+    """Token ids that differ from the classes' defaults, which are those of the public models."""
+    from megatron.tokenizer import build_tokenizer
+
+    config = _trained_tokenizer(state)
+    if config is None:
+        return {"bos_token_id": None, "eos_token_id": None}
+    tokenizer = build_tokenizer(config)
+    ids = {role: tokenizer.special(role) if tokenizer.has(role) else None for role in ("bos", "eos", "pad")}
+    return {"bos_token_id": ids["bos"], "eos_token_id": tokenizer.eod if tokenizer.has("eod") else ids["eos"],
+            "pad_token_id": ids["pad"]}
+
+
+def _carry_tokenizer(state: dict, part: Path) -> list[str]:
+    config = _trained_tokenizer(state)
+    if config is None:
+        return []
+    if config.tokenizer_name_or_path:
+        place = Path(config.tokenizer_name_or_path)
+        return carry_files(place if place.is_dir() else place.parent, part, config=False)
+    shutil.copyfile(config.vocab_file, part / "vocab.json")
+    shutil.copyfile(config.merge_file, part / "merges.txt")
+    end = "<|endoftext|>"
+    (part / "tokenizer_config.json").write_text(json.dumps(
+        {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False, "bos_token": end, "eos_token": end,
+         "unk_token": end}, indent=2) + "\n")
+    return ["vocab.json", "merges.txt", "tokenizer_config.json"]
+
+
+def _sync(path: Path) -> None:
+    with open(path, "rb") as done:
+        os.fsync(done.fileno())
