@@ -6,7 +6,10 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+
+from forked import run_ranks
 
 from megatron.log_lines import parse_run_facts, parse_training_line
 
@@ -19,24 +22,42 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def launch(flags: list[str], *, ranks: int = 4, nodes: int = 1, timeout: float = 240,
-           script: str = "pretrain_gpt.py", expect: int = 0, accelerators: bool = False) -> str:
-    """Run a script under torchrun on ``nodes`` agents on loopback; returns all they printed.
+def _environment(**more: str) -> dict[str, str]:
+    """That of this process without a rank in it, and one thread each."""
+    given = {name: value for name, value in os.environ.items()
+             if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
+    return {**given, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
+
+
+def launch(flags: list[str], *, ranks: int = 4, timeout: float = 240, script: str = "pretrain_gpt.py",
+           expect: int = 0) -> str:
+    """Run a script on ``ranks`` warm processes with a launcher's environment; returns all they printed.
+
+    Fails with that text when the exit code of any rank is not ``expect`` (0, or 1 for "not 0").
+    """
+    world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environments = [_environment(RANK=str(rank), LOCAL_RANK=str(rank), **world) for rank in range(ranks)]
+    with tempfile.TemporaryDirectory(prefix="launch-") as folder:
+        codes, text = run_ranks(ROOT / script, flags, environments, Path(folder), timeout)
+    assert [min(abs(code), 1) for code in codes] == [expect] * ranks, f"exit codes {codes}\n{text[-6000:]}"
+    return text
+
+
+def torchrun(flags: list[str], *, ranks: int = 4, nodes: int = 1, timeout: float = 240,
+             script: str = "pretrain_gpt.py", expect: int = 0, accelerators: bool = False) -> str:
+    """Run a script the way users do, under torchrun, on ``nodes`` agents on loopback; returns all they printed.
 
     On the CPU, unless ``accelerators`` are asked for and each rank can have one.
     Fails with that text when the exit code of any agent is not ``expect`` (0, or 1 for "not 0").
     """
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        environ.pop(name, None)
+    environ = _environment()
     if accelerators:
         import torch
         if torch.accelerator.device_count() >= ranks:
             environ.pop("DS_ACCELERATOR", None)
-    port = free_port()
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(nodes),
                "--nproc_per_node", str(ranks // nodes), "--master_addr", "127.0.0.1",
-               "--master_port", str(port), "--max_restarts", "0"]
+               "--master_port", str(free_port()), "--max_restarts", "0"]
     agents = [subprocess.Popen([*command, "--node_rank", str(node), str(ROOT / script), *flags], cwd=ROOT,
                                env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
               for node in range(nodes)]
@@ -64,11 +85,8 @@ def facts(log: str) -> dict:
 
 
 def run_alone(flags: list[str], *, timeout: float = 240, expect: int = 0, script: str = "pretrain_gpt.py") -> str:
-    """One process without a launcher; returns stdout and stderr together."""
-    environ = {name: value for name, value in os.environ.items()
-               if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
-    done = subprocess.run([sys.executable, str(ROOT / script), *flags], cwd=ROOT, text=True, timeout=timeout,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                          env={**environ, "OMP_NUM_THREADS": "1"})
-    assert min(done.returncode, 1) == expect, f"exit code {done.returncode}\n{done.stdout[-6000:]}"
-    return done.stdout
+    """One warm process without a launcher's environment; returns all it printed."""
+    with tempfile.TemporaryDirectory(prefix="launch-") as folder:
+        codes, text = run_ranks(ROOT / script, flags, [_environment()], Path(folder), timeout)
+    assert min(abs(codes[0]), 1) == expect, f"exit code {codes[0]}\n{text[-6000:]}"
+    return text

@@ -8,7 +8,7 @@ import math
 
 import pytest
 from deepspeed.accelerator import get_accelerator
-from launching import facts, launch, training_lines
+from launching import facts, torchrun, training_lines
 from tiny_data import small_model_flags
 
 # minutes where the ranks share two cores; other tests cover the grids there
@@ -27,11 +27,11 @@ def logs(tmp_path_factory):
     flags = [*small_model_flags(folder), "--bf16", "--hidden-dropout", "0", "--attention-dropout", "0"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NCCL_DEBUG", "VERSION")  # NCCL itself then says that it was started
-        made = {"base": launch([*flags, *GRIDS["TP=2"], "--train-iters", "10", "--save", base,
+        made = {"base": torchrun([*flags, *GRIDS["TP=2"], "--train-iters", "10", "--save", base,
                                 "--save-interval", "10"], ranks=2, accelerators=True)}
         for grid, degrees in GRIDS.items():
             for kind, more in (("full", []), ("bitfit", ["--bitfit"])):
-                made[grid, kind] = launch([*flags, *degrees, "--train-iters", "4", "--load", base, *more], ranks=2, accelerators=True)
+                made[grid, kind] = torchrun([*flags, *degrees, "--train-iters", "4", "--load", base, *more], ranks=2, accelerators=True)
     return made
 
 

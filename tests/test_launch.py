@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from launching import ROOT, facts, launch, run_alone, training_lines
+from launching import ROOT, facts, launch, run_alone, torchrun, training_lines
 from tiny_data import small_model_flags
 
 from megatron.checkpoint import files
@@ -39,8 +39,8 @@ def job(tmp_path_factory):
 def test_two_launches_that_differ_in_bitfit_alone(nodes, job):
     folder, flags = job
     flags = [*flags, "--train-iters", "4", "--load", str(folder / "base")]
-    full = launch(flags, nodes=nodes)
-    bitfit = launch([*flags, "--bitfit"], nodes=nodes)
+    full = torchrun(flags, nodes=nodes)
+    bitfit = torchrun([*flags, "--bitfit"], nodes=nodes)
     first_full, first_bitfit = training_lines(full)[0], training_lines(bitfit)[0]
     assert first_full["loss"] == first_bitfit["loss"], "the same forward pass, dropout included"
     assert 0 < first_bitfit["grad_norm"] < first_full["grad_norm"]
@@ -86,7 +86,7 @@ def test_a_fault_ends_all_ranks_with_one_sentence(flag, words, tmp_path):
     if flag[0] == "--data-path":
         at = flags.index("--data-path")
         del flags[at:at + 2]
-    said = launch(flags, expect=1)
+    said = torchrun(flags, expect=1)
     sentences = [line for line in said.splitlines() if line.startswith("error")]
     assert len(sentences) == 1 and all(word in sentences[0] for word in words), said[-3000:]
     assert not re.search(r"File \".*megatron/", said), "a traceback of ours"

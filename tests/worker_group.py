@@ -18,10 +18,11 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import NoReturn
+
+from forked import warm_context
 
 TESTS = Path(__file__).parent
 START_TIMEOUT = 180.0
@@ -29,7 +30,7 @@ START_TIMEOUT = 180.0
 GRACE = 1.0
 #: jobs after which a group starts afresh: the engines of each leave some twenty process groups
 #: behind, whose gloo threads wake up all the time and take the cores from everybody else
-JOBS_PER_START = 10
+JOBS_PER_START = 4
 
 
 def free_port() -> int:
@@ -110,7 +111,7 @@ class WorkerGroup:
 
     def _start(self) -> None:
         self._jobs = 0
-        context = get_context("spawn")
+        context = warm_context()
         world = {"WORLD_SIZE": str(self.size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
                  "DS_ACCELERATOR": "cpu"}
         for rank, log in enumerate(self._logs):
