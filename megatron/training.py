@@ -68,6 +68,7 @@ class Run:
     schedule: Any = None
     replicas: Any = None
     report: RunReport | None = None
+    saver: save.Saver | None = None
     weight: GlobalWeight | None = None
     to_batch: Callable | None = None
     started: float = field(default_factory=time.monotonic)
@@ -111,7 +112,7 @@ def pretrain(settings: Settings, task: Task) -> None:
     run.report = RunReport(run.engine, settings, context)
     run.say(run.report.at_start())
     if plan.folder:
-        run.progress = resume.resume(run.engine, plan, stored, run.streams)
+        run.progress = resume.resume(run.engine, plan, stored, run.streams, settings, context)
         run.say_last(log_lines.loaded_line(plan.folder, run.progress.iteration))
         if plan.resume and plan.progress:
             run.last_saved = run.progress.iteration
@@ -130,6 +131,7 @@ def pretrain(settings: Settings, task: Task) -> None:
         for name, rows in (valid if settings.train.eval_iters else {}).items():
             evaluate(run, name, rows, f"iteration {run.progress.iteration}")
     else:
+        run.saver = save.Saver(run.settings, context, plan)
         train(run, _rows(run, datasets.train), valid)
         if run.progress.iteration >= run.train_iters:  # not when asked to stop early
             _final_evaluation(run, valid, datasets.test)
@@ -264,6 +266,7 @@ def train(run: Run, rows: Iterator | None, valid: dict[str, Iterator | None]) ->
         else:
             loss, skipped = _step(run, rows, size)
             line.add(loss, skipped, size)
+        run.saver.poll()
         run.replicas.after(progress.iteration)
         paused = time.monotonic()
         if valid and settings.train.eval_iters and progress.iteration % settings.train.eval_interval == 0:
@@ -278,6 +281,7 @@ def train(run: Run, rows: Iterator | None, valid: dict[str, Iterator | None]) ->
             break
     if settings.checkpoint.save and run.last_saved != progress.iteration and progress.iteration:
         _save(run)
+    run.saver.finish()
 
 
 def _step(run: Run, rows: Iterator | None, samples: int) -> tuple[float, bool]:
@@ -376,7 +380,7 @@ def _discard(run: Run, rows: Iterator | None, samples: int) -> None:
 
 def _save(run: Run) -> None:
     run.timers.start("save-checkpoint")
-    save.save(run.engine, run.settings, run.context, run.progress, run.streams)
+    run.saver.save(run.engine, run.progress, run.streams)
     run.timers.stop("save-checkpoint")
     run.last_saved = run.progress.iteration
 

@@ -7,9 +7,11 @@ name holds ``layer_II-model_TT-model_states.pt`` per pipeline layer and TP rank,
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -22,34 +24,70 @@ LATEST = "latest"
 
 def write_text(path: Path, text: str) -> None:
     """Replace ``path`` by ``text`` in one step."""
-    _replace(path, lambda part: part.write_text(text))
+    replace(path, lambda part: part.write_text(text))
 
 
 def write_bytes(path: Path, data: bytes) -> None:
     """Replace ``path`` by ``data`` in one step."""
-    _replace(path, lambda part: part.write_bytes(data))
+    replace(path, lambda part: part.write_bytes(data))
 
 
-def _replace(path: Path, write) -> None:
+def replace(path: Path, write: Callable[[Path], object]) -> None:
+    """Replace ``path`` by what ``write`` puts into the file it is given, in one step.
+
+    When this returns the new file and its name are on disk; when it raises, or the process
+    is killed, ``path`` is what it was.
+    """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         write(part)
         with open(part, "rb") as done:
             os.fsync(done.fileno())
         os.replace(part, path)
+        sync_folder(path.parent)
     except BaseException:
         part.unlink(missing_ok=True)
         raise
 
 
+def sync_folder(folder: Path) -> None:
+    """Put the names in ``folder`` on disk; without it a rename may be lost with the power."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+            raise  # some network file systems know no such thing: there a rename is on disk at once
+    finally:
+        os.close(handle)
+
+
 def replace_folder(new: Path, old: Path) -> None:
-    """Put the complete folder ``new`` in the place of ``old``, which need not exist."""
-    trash = old.with_name(f"{old.name}.old")
-    shutil.rmtree(trash, ignore_errors=True)
+    """Put the complete folder ``new`` in the place of ``old``, which need not exist.
+
+    A job killed between the two renames leaves ``old`` whole under the name of `aside`.
+    """
+    trash = aside(old)
     if old.exists():
+        shutil.rmtree(trash, ignore_errors=True)
         old.rename(trash)
     new.rename(old)
+    sync_folder(old.parent)
     shutil.rmtree(trash, ignore_errors=True)
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove ``folder`` such that nothing half-removed ever bears its name."""
+    trash = aside(folder)
+    shutil.rmtree(trash, ignore_errors=True)
+    folder.rename(trash)
+    sync_folder(folder.parent)
+    shutil.rmtree(trash)
+
+
+def aside(folder: Path) -> Path:
+    """Where a folder is put that is about to be removed."""
+    return folder.with_name(f".{folder.name}.old")
 
 
 def latest_tag(folder: str | Path) -> str | None:
@@ -105,14 +143,26 @@ def checkpoint_engine():
     from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
     class SafeCheckpointEngine(TorchCheckpointEngine):
+        writer = None
+        """a `writer.TagWriter` while a tag is saved: it takes the files and keeps the errors"""
+
         def __init__(self):  # the base class only wants to announce itself
             self.name = type(self).__name__
 
         def create(self, info):
             pass
 
+        def makedirs(self, path, exist_ok=False):
+            if self.writer:
+                self.writer.attempt(os.makedirs, path, exist_ok=exist_ok)
+            else:
+                os.makedirs(path, exist_ok=exist_ok)
+
         def save(self, state_dict, path):
-            _replace(Path(path), lambda part: torch.save(state_dict, part))
+            if self.writer:
+                self.writer.save(state_dict, path)
+            else:
+                replace(Path(path), lambda part: torch.save(state_dict, part))
 
         def load(self, path, map_location=None):
             return read(path)

@@ -22,8 +22,8 @@ from megatron.errors import RunError
 
 NAME = "manifest.json"
 FORMAT = 1
-#: a tag of ours; ``.old`` is one that was being replaced when its job was killed
-_TAG = re.compile(r"global_step(\d+)(\.old)?")
+#: a tag of ours; with a dot (`files.aside`) it was being replaced or removed when its job was killed
+_TAG = re.compile(r"global_step(\d+)|(\.)global_step(\d+)\.old")
 _CHUNK = 4 * 2**20
 
 
@@ -140,7 +140,7 @@ def tags_with_manifest(folder: str | Path) -> list[tuple[str, Manifest | None]]:
             manifest = read(path)
         except RunError:
             manifest = None
-        age = (manifest.sequence if manifest else 0, int(match[1]), match[2] is None)
+        age = (manifest.sequence if manifest else 0, int(match[1] or match[3]), not match[2])
         found.append((age, path.name, manifest))
     return [(name, manifest) for _, name, manifest in sorted(found, key=lambda each: each[0], reverse=True)]
 

@@ -1,42 +1,200 @@
-"""Saving: one tag, visible only when all of it is on disk."""
+"""Saving: one tag, visible only when all of it is on disk. See docs/checkpoints.md."""
 
 from __future__ import annotations
 
 import argparse
+import re
+import secrets
 import shutil
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from megatron import log_lines
-from megatron.checkpoint import files
+from megatron.checkpoint import files, manifest
+from megatron.checkpoint.load_plan import LoadPlan
 from megatron.checkpoint.progress import Progress, architecture, trained_names
+from megatron.checkpoint.writer import TagWriter
 from megatron.config import CheckpointConfig, Settings
-from megatron.errors import RunError
+from megatron.errors import RunError, SharedRunError
 from megatron.initialize import agree
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.random import capture_rng_state
 
 
-def save(engine, settings: Settings, context: ParallelContext, progress: Progress, streams) -> None:
-    """Collective: write one tag, then make it the latest.
+@dataclass
+class _Pending:
+    """A tag whose files are being written."""
 
-    ``latest`` changes only after every rank's files are complete on disk, so a job
-    killed in between leaves the previous tag as the one a resume finds.
+    tag: str
+    iteration: int
+    writer: TagWriter
+    started: float
+    device: torch.device
+
+
+class Saver:
+    """Saves the tags of one run into ``--save``.
+
+    The order that makes a killed job harmless: all ranks write into ``TAG.part`` -> they agree
+    that all files are complete -> manifest -> the folder is renamed to ``TAG`` -> ``latest``
+    -> with ``--keep-last``, older tags go. With ``--async-save`` the files are written by a thread
+    while training goes on, and all that follows happens in `poll` or `finish`.
     """
-    folder, tag = settings.checkpoint.save, f"global_step{progress.iteration}"
-    part = f"{tag}.part"
-    if context.rank == 0:
-        print(log_lines.saving_line(progress.iteration, folder), flush=True)
-        shutil.rmtree(Path(folder) / part, ignore_errors=True)  # of a save that was killed
-    start = time.monotonic()
+
+    def __init__(self, settings: Settings, context: ParallelContext, plan: LoadPlan | None = None) -> None:
+        self.settings, self.context = settings, context
+        self.folder = Path(settings.checkpoint.save or "")
+        self._pending: _Pending | None = None
+        self._run = _run_of(plan) if context.rank == 0 else None
+
+    def save(self, engine, progress: Progress, streams) -> None:
+        """Collective: write one tag of this state; on return it is visible, or under way with ``--async-save``.
+
+        Raises SharedRunError on all ranks when one of them cannot write; the tags before are
+        then what they were.
+        """
+        self.finish()
+        tag = f"global_step{progress.iteration}"
+        started = time.monotonic()
+        writer = TagWriter(background=self.settings.checkpoint.async_save)
+        if self.context.rank == 0:
+            print(log_lines.saving_line(progress.iteration, self.folder), flush=True)
+            writer.attempt(self.folder.mkdir, parents=True, exist_ok=True)
+            for leftover in _named(self.folder, r"global_step\d+\.part"):  # of a save that was killed
+                writer.attempt(shutil.rmtree, leftover)
+        state = _client_state(engine, self.settings, self.context, progress, streams)
+        try:
+            self._write(engine, tag, state, writer)
+        except (OSError, RuntimeError) as error:  # such as a rank that is gone
+            raise RunError(self._failure(tag, f"it was interrupted: {str(error).splitlines()[0]}")) from error
+        self._pending = _Pending(tag, progress.iteration, writer, started, engine.device)
+        if not self.settings.checkpoint.async_save:
+            self.finish()
+
+    def poll(self) -> None:
+        """Collective: make a tag visible as soon as all ranks have written it; costs nothing when none is under way."""
+        pending = self._pending
+        if pending is None:
+            return
+        done = torch.tensor(int(pending.writer.done), dtype=torch.int32, device=pending.device)
+        if self.context.world_size > 1:
+            dist.all_reduce(done, op=dist.ReduceOp.MIN)
+        if done:
+            self.finish()
+
+    def finish(self) -> None:
+        """Collective: wait for a tag that is under way, and make it visible.
+
+        Raises SharedRunError as `save` does.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        entries, problem = pending.writer.finish()
+        everyones = self._agree_on_files(pending.tag, entries, problem)
+        problem = None
+        if self.context.rank == 0:
+            try:
+                self._publish(pending, everyones)
+                print(log_lines.saved_line(pending.iteration, self.folder), flush=True)
+                print(f"  saving took {time.monotonic() - pending.started:.2f} s", flush=True)
+                self._remove_older()
+            except (OSError, RunError) as error:
+                problem = self._failure(pending.tag, str(error))
+                shutil.rmtree(self.folder / f"{pending.tag}.part", ignore_errors=True)
+        agree(self.context, problem)
+
+    def _write(self, engine, tag: str, state: dict, writer: TagWriter) -> None:
+        """Collective: this rank's files into ``TAG.part``, or into memory; ends with a barrier."""
+        engine.checkpoint_engine.writer = writer
+        # a helper script that DeepSpeed copies beside the tags, on rank 0 alone and before a barrier
+        copy_script, engine._copy_recovery_script = engine._copy_recovery_script, lambda folder: writer.attempt(
+            copy_script, folder)
+        try:
+            engine.save_checkpoint(str(self.folder), tag=f"{tag}.part", client_state=state, save_latest=False)
+        finally:
+            engine.checkpoint_engine.writer = None
+            del engine._copy_recovery_script  # the method of the class is back
+
+    def _agree_on_files(self, tag: str, entries: list[manifest.Entry], problem: str | None) -> list[manifest.Entry]:
+        """Collective: every rank's entries. Raises on all ranks when one has a problem; ``TAG.part`` is then removed."""
+        try:
+            agree(self.context, self._failure(tag, problem) if problem else None)
+        except SharedRunError:
+            if self.context.rank == 0:
+                shutil.rmtree(self.folder / f"{tag}.part", ignore_errors=True)
+            raise
+        everyones = [entries]
+        if self.context.world_size > 1:
+            everyones = [None] * self.context.world_size
+            dist.all_gather_object(everyones, entries)
+        return [entry for each in everyones for entry in each]
+
+    def _publish(self, pending: _Pending, entries: list[manifest.Entry]) -> None:
+        part = self.folder / f"{pending.tag}.part"
+        degrees = {"tp": self.context.tp_size, "pp": self.context.pp_size, "dp": self.context.dp_size}
+        known = manifest.tags_with_manifest(self.folder)
+        manifest.write(part, manifest.Manifest(
+            iteration=pending.iteration, run=self._run, degrees=degrees, dtype=self.settings.model.params_dtype,
+            sequence=1 + max((each.sequence for _, each in known if each), default=0),
+            files=tuple(sorted(entries, key=lambda entry: entry.name))))
+        if wrong := manifest.damage(part):
+            raise RunError(f"{wrong}; --save must be on a file system that all ranks share")
+        files.replace_folder(part, self.folder / pending.tag)
+        files.write_text(self.folder / files.LATEST, pending.tag)
+
+    def _remove_older(self) -> None:
+        """Remove what ``--keep-last`` does not keep: complete tags of this run, and of no other."""
+        removed = _named(self.folder, r"\.global_step\d+\.old")  # of a removal that was killed
+        for path in removed:
+            shutil.rmtree(path, ignore_errors=True)
+        if self.settings.checkpoint.keep_last is None:
+            return
+        valid = [tag for tag, each in manifest.tags_with_manifest(self.folder)
+                 if each and each.run == self._run and manifest.damage(self.folder / tag) is None]
+        for tag in valid[max(1, self.settings.checkpoint.keep_last):]:
+            try:
+                files.remove_folder(self.folder / tag)
+            except OSError as error:
+                print(f"warning: --keep-last: {self.folder / tag} could not be removed ({error})", flush=True)
+
+    def _failure(self, tag: str, what: str) -> str:
+        free = shutil.disk_usage(self.folder).free if self.folder.is_dir() else 0
+        return (f"--save {self.folder}: {tag} could not be written, {free / 2**20:,.0f} MiB are free there; "
+                f"the previous checkpoint is untouched ({what})")
+
+
+def save(engine, settings: Settings, context: ParallelContext, progress: Progress, streams) -> None:
+    """Collective: one tag of a run that saves once; see `Saver`."""
+    saver = Saver(settings, context)
+    saver.save(engine, progress, streams)
+    saver.finish()
+
+
+def _run_of(plan: LoadPlan | None) -> str:
+    """The name of the run that goes on: that of the tag it continues, or a new one."""
+    continued = manifest.read(plan.path) if plan and plan.progress else None
+    return continued.run if continued else secrets.token_hex(8)
+
+
+def _named(folder: Path, pattern: str) -> list[Path]:
+    """Real folders in ``folder`` whose whole name matches."""
+    return [path for path in (folder.iterdir() if folder.is_dir() else ())
+            if re.fullmatch(pattern, path.name) and path.is_dir() and not path.is_symlink()]
+
+
+def _client_state(engine, settings: Settings, context: ParallelContext, progress: Progress, streams) -> dict:
+    """What the state file of a model-parallel rank holds beside DeepSpeed's part."""
     arguments = dict(settings.flags)
     arguments.update(consumed_train_samples=progress.consumed_train_samples,
                      consumed_valid_samples=progress.consumed_valid_samples,
                      gigaflos_no_embeds=progress.gigaflos_no_embeds,
                      padded_vocab_size=settings.model.padded_vocab_size)
-    client = {
+    state = {
         "args": argparse.Namespace(**arguments),
         "checkpoint_version": 3.0,
         "iteration": progress.iteration,
@@ -51,21 +209,8 @@ def save(engine, settings: Settings, context: ParallelContext, progress: Progres
         "dp_world_size": context.dp_size,
     }
     if settings.checkpoint.save_rng:
-        client.update(capture_rng_state(streams))
-    try:
-        engine.save_checkpoint(folder, tag=part, client_state=client, save_latest=False)
-    except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
-        free = shutil.disk_usage(folder).free if Path(folder).is_dir() else 0
-        raise RunError(f"--save {folder}: {tag} could not be written, {free / 2**20:,.0f} MiB are free there; "
-                       f"the previous checkpoint is untouched ({str(error).splitlines()[0]})") from error
-    # save_checkpoint ends with a barrier: all files of all ranks are in place
-    if context.rank == 0:
-        files.replace_folder(Path(folder) / part, Path(folder) / tag)
-        files.write_text(Path(folder) / files.LATEST, tag)
-        print(log_lines.saved_line(progress.iteration, folder), flush=True)
-        print(f"  saving took {time.monotonic() - start:.2f} s", flush=True)
-    if context.world_size > 1:
-        dist.barrier()
+        state.update(capture_rng_state(streams))
+    return state
 
 
 def check_save_folder(config: CheckpointConfig, context: ParallelContext) -> None:
