@@ -41,7 +41,7 @@ def build_model(settings: Settings, context: ParallelContext, streams, plan: Loa
         model = GPTPipeline(settings.model, context, streams,
                             partition_method=settings.parallel.pp_partition_method,
                             loss_fn=loss_function(settings.model, context, weight))
-    if plan.folder and not plan.resume:
+    if plan.folder:
         problem = None
         try:
             load_weights(model, open_source(plan.path, settings.checkpoint), context)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 
-import torch
 from bitfit_jobs import tensors_in
 from small_runs import Case, build_run, local_tensors, settings_of, train_steps
 
 from megatron.checkpoint import load_plan, resume, save
 from megatron.checkpoint.progress import Progress
+from megatron.mpu.context import build_context
 
 
 def optimizer_digest(engine) -> str:
@@ -47,19 +47,28 @@ def first_half(case: Case, base: str, steps: int, folder: str) -> list[float]:
     return losses
 
 
-def second_half(case: Case, folder: str, steps: int) -> dict:
-    """Start from another seed and random weights, resume, go on for ``steps`` steps."""
+def resumed(case: Case, folder: str):
+    """Collective: settings, context, engine, schedule and progress of a resume from ``folder`` in a new process.
+
+    The seed is another, so that all that is not loaded differs.
+    """
+    import torch.distributed as dist
+
     fresh = dataclasses.replace(case, seed=case.seed + 1, save=folder, load=folder)
-    settings, context, streams, engine, schedule = build_run(fresh, None)
-    with torch.no_grad():
-        # a constant shift of the embedding is invisible to the softmax; noise is not
-        for param in engine.module.parameters():
-            param.add_(torch.randn_like(param) * 0.1)
+    settings = settings_of(fresh, dist.get_rank())
+    context = build_context(case.tp, case.pp, dist.get_world_size(), dist.get_rank())
     plan = load_plan.shared_plan(settings.checkpoint, context)
     stored = resume.check_stored(plan, settings, context)
-    progress = resume.resume(engine, plan, stored, streams)
-    done = progress.iteration
-    losses, _ = train_steps(engine, fresh, context, done, steps)
+    settings, context, streams, engine, schedule = build_run(fresh, plan)
+    resume.check_trained(plan, stored, settings, context, engine.module)
+    progress = resume.resume(engine, plan, stored, streams, settings, context)
+    return settings, context, engine, schedule, progress
+
+
+def second_half(case: Case, folder: str, steps: int) -> dict:
+    """Start from another seed, resume, go on for ``steps`` steps."""
+    _, context, engine, schedule, progress = resumed(case, folder)
+    losses, _ = train_steps(engine, case, context, progress.iteration, steps)
     progress.iteration += steps
     progress.consumed_train_samples += steps * case.global_batch
     return outcome(engine, schedule, losses, progress)
@@ -67,12 +76,8 @@ def second_half(case: Case, folder: str, steps: int) -> dict:
 
 def rates_after_resume(case: Case, folder: str) -> tuple[float, float] | str:
     """Rates of the schedule and of the optimizer right after a resume, or the refusal."""
-    fresh = dataclasses.replace(case, save=folder, load=folder)
-    settings, context, streams, engine, schedule = build_run(fresh, None)
-    plan = load_plan.shared_plan(settings.checkpoint, context)
-    stored = resume.check_stored(plan, settings, context)
     try:
-        resume.resume(engine, plan, stored, streams)
+        _, _, engine, schedule, _ = resumed(case, folder)
     except ValueError as error:
         return str(error)
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)

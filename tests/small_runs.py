@@ -231,8 +231,8 @@ def pipeline_name(name: str) -> str:
 # --- the same on a grid, through DeepSpeed ----------------------------------------------------
 
 
-def build_run(case: Case, base: str | None):
-    """Collective: context, streams and engine of ``case``, weights taken from ``base``."""
+def build_run(case: Case, base):
+    """Collective: context, streams and engine of ``case``, weights taken from ``base``: a folder, a plan or None."""
     import torch.distributed as dist
     from deepspeed.accelerator import get_accelerator
 
@@ -248,7 +248,7 @@ def build_run(case: Case, base: str | None):
     settings = settings_of(case, rank)
     context = build_context(case.tp, case.pp, dist.get_world_size(), rank)
     streams = seed_everything(case.seed, context)
-    plan = LoadPlan(base, "global_step1") if base else LoadPlan(None, None)
+    plan = base if isinstance(base, LoadPlan) else LoadPlan(base, "global_step1") if base else LoadPlan(None, None)
     model = build_model(settings, context, streams, plan)
     engine, schedule = build_engine(model, settings, context, 100, case.global_batch)
     engine.set_batch_fn(lambda rows: split_rows(rows, case.reset_mask))

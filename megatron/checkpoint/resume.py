@@ -3,34 +3,41 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 from collections.abc import Sequence
+from pathlib import Path
 
-from megatron.bitfit import is_anchor
+import torch.distributed as dist
+
 from megatron.checkpoint import files
 from megatron.checkpoint.load_plan import LoadPlan
+from megatron.checkpoint.optimizer_shards import OptimizerShards, load_optimizer, publish_masters
 from megatron.checkpoint.progress import ARCHITECTURE_FLAGS, Progress, architecture, trained_names
 from megatron.config import BIAS_TERMS, Settings
 from megatron.errors import RunError
 from megatron.initialize import agree
 from megatron.mpu.context import ParallelContext
-from megatron.mpu.random import restore_rng_state
+from megatron.mpu.random import RandomStreams, restore_rng_state, seed_everything
 
 
 def check_stored(plan: LoadPlan, settings: Settings, context: ParallelContext) -> dict:
-    """Collective: read the state file and refuse a model or a grid that does not fit this run.
+    """Collective: read the state file and refuse a model that does not fit this run.
 
-    Returns this rank's file, or {} where there is none and nothing but weights is wanted (layer
-    files alone are a base, and so are files of other degrees). Every rank raises when one of
-    them refuses.
+    Returns the file of this rank's place where the checkpoint was saved at the same TP and PP
+    degrees, else rank 0's; {} where there is none and nothing but weights is wanted (layer files
+    alone are a base). Every rank raises when one of them refuses.
     """
-    problem, stored = None, {}
-    rank = 0 if not plan.resume else context.pp_rank * context.tp_size + context.tp_rank
-    path = files.mp_rank_file(plan.path, rank)
+    problem, stored, trust = None, {}, settings.checkpoint.trust_checkpoint
     try:
-        stored = files.read(path)
+        stored = files.read(files.mp_rank_file(plan.path, 0), trust=trust)
         problem = _other_architecture(stored, plan, settings)
-        if plan.resume and not problem:
-            problem = _not_resumable(stored, plan, context)
+        if not plan.weights_only and not problem:
+            rank = context.pp_rank * context.tp_size + context.tp_rank
+            if saved_degrees(stored, plan.path)[:2] == (context.tp_size, context.pp_size) and rank:
+                stored = files.read(files.mp_rank_file(plan.path, rank), trust=trust)
+            if plan.resume and "lr_scheduler" not in stored:
+                problem = (f"{plan.path} has no state of a learning-rate schedule, so it is no run to be resumed; "
+                           "start from its weights: --load it with another --save folder")
     except RunError as error:
         # foreign state files hold objects that are not read; their layer files are plain tensors
         problem = None if plan.weights_only else str(error)
@@ -38,10 +45,25 @@ def check_stored(plan: LoadPlan, settings: Settings, context: ParallelContext) -
     return stored
 
 
+def saved_degrees(stored: dict, folder: Path) -> tuple[int, int, int]:
+    """TP, PP and DP degree at which the state file ``stored`` of ``folder`` was written.
+
+    Raises RunError when neither it nor the names of the layer files tell.
+    """
+    dims, arguments = stored.get("checkpoint_parallel_dimensions") or {}, _arguments(stored)
+    tp = dims.get("tp_degree") or arguments.get("tensor_model_parallel_size") or files.tensor_parallel_degree(folder)
+    pp = dims.get("pp_degree") or arguments.get("pipeline_model_parallel_size") or stored.get("mp_world_size", tp) // tp
+    return tp, pp, stored.get("dp_world_size", 1)
+
+
+def _arguments(stored: dict) -> dict:
+    return vars(stored.get("args", argparse.Namespace()))
+
+
 def _other_architecture(stored: dict, plan: LoadPlan, settings: Settings) -> str | None:
     now = architecture(settings.model)
     # without our own record, what the arguments of older trainers say of it
-    older = {name: value for name, value in vars(stored.get("args", argparse.Namespace())).items()
+    older = {name: value for name, value in _arguments(stored).items()
              if name not in ("activation", "vocab_size") and value is not None}
     for name, value in stored.get("architecture", older).items():
         if name in now and value != now[name]:
@@ -50,30 +72,45 @@ def _other_architecture(stored: dict, plan: LoadPlan, settings: Settings) -> str
     return None
 
 
-def _not_resumable(stored: dict, plan: LoadPlan, context: ParallelContext) -> str | None:
-    dims = stored.get("checkpoint_parallel_dimensions") or {}
-    saved = (dims.get("tp_degree"), dims.get("pp_degree"), stored.get("dp_world_size"))
-    now = (context.tp_size, context.pp_size, context.dp_size)
-    if "trainable_parameters" not in stored:
-        return (f"{plan.path} does not say what its optimizer state belongs to; start from its weights: "
-                "--load it with another --save folder")
-    if saved != now:
-        return (f"{plan.path} was saved with TP, PP, DP = {saved}, this run has {now}; resume with the "
-                "saved degrees, or start from its weights with --load of it and another --save folder")
-    return None
-
-
 def check_trained(plan: LoadPlan, stored: dict, settings: Settings, context: ParallelContext, model) -> None:
-    """Collective: refuse a resume whose optimizer state belongs to other parameters than train now."""
-    problem = None
-    if plan.resume and stored["trainable_parameters"] != trained_names(model):
+    """Collective: refuse a resume whose optimizer state belongs to other parameters than train now.
+
+    Whole models are compared, whichever stages they were and are cut into.
+    """
+    if not plan.resume:
+        return
+    problem, saved = None, frozenset()
+    try:
+        saved = _open_shards(plan, stored, settings).names
+    except RunError as error:
+        problem = str(error)
+    agree(context, problem)
+    now = _trained_anywhere(model, context)
+    if now != saved:
         kind = _kind(stored.get("bitfit"), stored.get("bitfit_bias_terms"))
         asked = _kind(settings.optimizer.bitfit, settings.optimizer.bitfit_bias_terms)
+        only_there, only_here = sorted(saved - now), sorted(now - saved)
+        first = f"{only_there[0]} trained there alone" if only_there else f"{only_here[0]} trains here alone"
         problem = (f"{plan.path} holds optimizer state of {kind}, but this run is {asked} and trains another "
-                   f"set of parameters; to resume, train what it trained ({kind}); to start from its weights "
+                   f"set of parameters ({first}); to resume, train what it trained ({kind}); to start from its weights "
                    f"alone, --load {plan.folder} and save to another --save folder, or make it both --load and "
                    "--save and add --finetune --no-load-optim")
     agree(context, problem)
+
+
+def _open_shards(plan: LoadPlan, stored: dict, settings: Settings) -> OptimizerShards:
+    tp, pp, _ = saved_degrees(stored, plan.path)
+    return OptimizerShards(plan.path, tp, pp, trust=settings.checkpoint.trust_checkpoint)
+
+
+def _trained_anywhere(model, context: ParallelContext) -> frozenset[str]:
+    """Collective: names of what trains, of all stages."""
+    mine = trained_names(model) if context.tp_rank == context.dp_rank == 0 else []
+    everyones = [mine]
+    if context.world_size > 1:
+        everyones = [None] * context.world_size
+        dist.all_gather_object(everyones, mine)
+    return frozenset(name for names in everyones for name in names)
 
 
 def _kind(bitfit: bool | None, terms: Sequence[str] | None) -> str:
@@ -83,22 +120,61 @@ def _kind(bitfit: bool | None, terms: Sequence[str] | None) -> str:
     return f"--bitfit --bitfit-bias-terms {'all' if set(terms or BIAS_TERMS) == set(BIAS_TERMS) else ' '.join(terms)}"
 
 
-def resume(engine, plan: LoadPlan, stored: dict, streams) -> Progress:
-    """Collective: bring engine, schedule, counters and random states back.
+def resume(engine, plan: LoadPlan, stored: dict, streams, settings: Settings, context: ParallelContext) -> Progress:
+    """Collective: bring optimizer, schedule, counters and random states back into an engine.
 
-    With ``plan.resume`` False the weights are already in the model and only progress
-    and random states are taken.
+    The weights are in the model already (``engine.build_model``, whatever was their layout). With
+    ``plan.resume`` the optimizer gets the fp32 masters and moments of the tag, saved at whatever
+    degrees and precision, and what trains becomes these masters; constants (decay, betas, clipping,
+    loss scaling) are those of the flags. Random states are the saved ones at the saved TP and PP
+    degrees, see ``restart_streams`` for others. ``stored`` is what ``check_stored`` returned.
+    Raises SharedRunError on all ranks when the state does not fit, ScheduleError (a ValueError) for
+    a schedule that contradicts the flags.
     """
     if plan.resume:
-        engine.load_checkpoint(plan.folder, tag=plan.tag)
-        # the optimizer's groups are loaded after the schedule, with the rate they were saved with
+        engine.lr_scheduler.load_state_dict(stored["lr_scheduler"])
+        problem = None
+        try:
+            load_optimizer(engine.optimizer, engine.module, _open_shards(plan, stored, settings), context)
+        except RunError as error:
+            problem = str(error)
+        agree(context, problem)
+        publish_masters(engine.optimizer)
         engine.lr_scheduler.apply()
-        for _, param in engine.module.named_parameters():
-            if is_anchor(param):
-                param.data.zero_()
-    progress = Progress()
-    if plan.progress and "progress" in stored:
-        progress = Progress(**stored["progress"])
+        engine.global_steps = stored.get("global_steps", stored.get("iteration", 0))
+        engine.global_samples = stored.get("global_samples", engine.global_steps * engine.train_batch_size())
+        engine.skipped_steps = stored.get("skipped_steps", 0)
+    progress = _progress(stored) if plan.progress else Progress()
+    now, saved = (context.tp_size, context.pp_size), saved_degrees(stored, plan.path) if stored else None
     if plan.rng and "torch_rng_state" in stored:
-        restore_rng_state(stored, streams)
+        if saved[:2] == now:
+            restore_rng_state(stored, streams)
+        else:
+            restart_streams(settings.train.seed, stored.get("iteration", 0), context, streams)
+            if context.rank == 0:
+                print(f"saved at TP {saved[0]}, PP {saved[1]}, now TP {now[0]}, PP {now[1]}: random streams start anew from "
+                      f"--seed {settings.train.seed} and iteration {stored.get('iteration', 0)}; dropout differs from "
+                      "that of the unbroken run, the order of the data does not", flush=True)
     return progress
+
+
+def _progress(stored: dict) -> Progress:
+    """Counters of our own record, else what older trainers keep in several places."""
+    if "progress" in stored:
+        return Progress(**stored["progress"])
+    arguments = _arguments(stored)
+    return Progress(iteration=stored.get("iteration", 0),
+                    consumed_train_samples=arguments.get("consumed_train_samples") or 0,
+                    consumed_train_tokens=stored.get("tokens") or 0,
+                    consumed_valid_samples=arguments.get("consumed_valid_samples") or 0,
+                    gigaflos_no_embeds=arguments.get("gigaflos_no_embeds") or 0.0)
+
+
+def restart_streams(seed: int, iteration: int, context: ParallelContext, streams: RandomStreams) -> None:
+    """Seed all streams of this rank as a start would whose --seed is a hash of ``seed`` and ``iteration``.
+
+    For a resume at other TP or PP degrees, where no saved state belongs to this rank: the same
+    resume draws the same numbers again, and no rank those of before the save.
+    """
+    digest = hashlib.sha256(f"{seed} {iteration}".encode()).digest()
+    streams.set_state(seed_everything(int.from_bytes(digest[:4], "big") >> 1, context).get_state())
