@@ -11,7 +11,6 @@ import argparse
 import os
 import shutil
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,36 +18,15 @@ from tqdm import tqdm
 
 from megatron.checkpoint import files
 from megatron.checkpoint.layer_tags import layer_kind, layer_order, layer_tags
+from megatron.checkpoint.layouts import NUMBERS
 from megatron.checkpoint.progress import Progress, architecture
 from megatron.checkpoint.sources import WeightSource
 from megatron.checkpoint.weights import resize_rows
 from megatron.config import ModelConfig
 from megatron.enums import PositionEmbeddingType
 from megatron.errors import RunError
-from megatron.model.numbering import EMBEDDING_INDEX, FIRST_BLOCK
 from megatron.mpu.layers import TORCH_DTYPES
 from megatron.mpu.tags import ParamTag, shard
-
-
-@dataclass(frozen=True)
-class FileNumbers:
-    """Which numbers the files of a trainer carry; the embedding's is 1 in all of them."""
-
-    first_block: int = FIRST_BLOCK
-    gap: int = 1
-    """numbers without a file between the last block and the final LayerNorm"""
-
-    def of(self, index: int, num_layers: int) -> int:
-        """File number of pipeline layer ``index`` (ours) of a model of ``num_layers`` blocks."""
-        if index == EMBEDDING_INDEX:
-            return EMBEDDING_INDEX
-        if index < FIRST_BLOCK + num_layers:
-            return self.first_block + index - FIRST_BLOCK
-        return self.first_block + num_layers + self.gap
-
-
-#: blocks from 03 and a transpose before and behind them (ours too), or blocks from 02
-NUMBERS = {"bigscience": FileNumbers(), "deepspeedai": FileNumbers(2, 0)}
 
 
 def write_layer_folder(target: str | Path, tag: str, source: WeightSource, shape: ModelConfig, *, tp: int = 1,
@@ -147,7 +125,7 @@ def _state(shape: ModelConfig, tp: int, dtype: str | None, layout: str, stored: 
         consumed_valid_samples=arguments.get("consumed_valid_samples") or 0,
         gigaflos_no_embeds=arguments.get("gigaflos_no_embeds") or 0.0))
     return {
-        "module": None, "buffer_names": [], "optimizer": None, "lr_scheduler": None, "param_shapes": None,
+        "module": None, "buffer_names": [], "optimizer": None, "param_shapes": None,
         "frozen_param_shapes": None, "shared_params": None, "frozen_param_fragments": None,
         "sparse_tensor_module_names": [], "data_sampler": None, "random_ltd": None,
         "skipped_steps": 0, "global_steps": iteration, "global_samples": progress["consumed_train_samples"],

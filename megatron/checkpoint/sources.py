@@ -7,14 +7,12 @@ knows the model and nothing of layouts. Pipeline indices and local names are our
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
-from megatron.checkpoint import files
 from megatron.config import CheckpointConfig
 from megatron.errors import RunError
 from megatron.mpu.tags import ParamTag, unshard
@@ -27,6 +25,8 @@ class WeightSource(ABC):
     """what a message calls it: a folder"""
     num_layers: int
     """blocks of the stored model"""
+    averaged: Mapping[str, float] = {}
+    """of the layers read so far: parameters whose copies differed and were averaged -> largest difference"""
 
     @abstractmethod
     def layer(self, index: int, tags: Mapping[str, ParamTag]) -> dict[str, torch.Tensor]:
@@ -42,51 +42,66 @@ class WeightSource(ABC):
     def described(self, index: int) -> str:
         """The file or files that layer ``index`` comes from, for messages."""
 
+    def stored(self) -> dict:
+        """What the checkpoint says about its run, {} where it says nothing.
 
-class LayerFolder(WeightSource):
-    """A tag folder with ``layer_II-model_TT-model_states.pt`` files, any TP and PP degree."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.where = str(folder)
-        self.degree = files.tensor_parallel_degree(folder)
-        indices = {int(match[1]) for path in folder.iterdir()
-                   if (match := re.fullmatch(r"layer_(\d+)-model_\d+-model_states\.pt", path.name))}
-        self.num_layers = len(indices) - 2
-
-    def layer(self, index: int, tags: Mapping[str, ParamTag]) -> dict[str, torch.Tensor]:
-        paths = [files.layer_file(self.folder, index, rank) for rank in range(self.degree)]
-        for path in paths:
-            if not path.exists():
-                raise RunError(f"checkpoint {self.folder} has no file for pipeline layer {index} ({path.name})")
-        shares = [files.read(path) for path in paths]
-        for share, path in zip(shares, paths):
-            if missing := sorted(tags.keys() - share.keys()):
-                raise RunError(f"{path} lacks {', '.join(missing)}")
-        return {name: merge_shares(name, [share[name] for share in shares], tags[name], paths)
-                if name in tags else shares[0][name] for name in shares[0]}
-
-    def described(self, index: int) -> str:
-        return str(files.layer_file(self.folder, index, 0))
+        Raises RunError when that cannot be read.
+        """
+        return {}
 
 
-def merge_shares(name: str, shares: list[torch.Tensor], tag: ParamTag, paths: list[Path]) -> torch.Tensor:
-    """The whole tensor; copies of a replicated one must be equal. Raises RunError otherwise."""
-    if tag.dim is None:
-        for copy, path in zip(shares[1:], paths[1:]):
-            if copy.shape != shares[0].shape or not torch.equal(copy, shares[0]):
-                raise RunError(f"{name} should be the same on all TP ranks, but {path.name} and "
-                               f"{paths[0].name} in {path.parent} differ")
-    return unshard(shares, tag)
+def merge_shares(name: str, shares: list[torch.Tensor], tag: ParamTag, paths: list[Path], *,
+                 averaged: dict[str, float] | None = None) -> torch.Tensor:
+    """The whole tensor from its TP shares; copies of a replicated one must be equal.
+
+    With ``averaged`` copies that differ are averaged, and name and difference noted in it. Raises
+    RunError otherwise, with the largest absolute difference.
+    """
+    for share, path in zip(shares[1:], paths[1:]):
+        if share.shape != shares[0].shape or share.dtype != shares[0].dtype:
+            raise RunError(f"{name} is {_kind(share)} in {path.name} and {_kind(shares[0])} in {paths[0].name} "
+                           f"({path.parent}): shares of one checkpoint are alike")
+    if tag.dim is not None:
+        return unshard(shares, tag)
+    other = next((rank for rank, copy in enumerate(shares) if not torch.equal(copy, shares[0])), None)
+    if other is None:
+        return shares[0]
+    copies = torch.stack([copy.double() for copy in shares])
+    difference = float((copies.amax(0) - copies.amin(0)).max())
+    if averaged is None or not difference < float("inf"):
+        advice = ("; --average-duplicated-parameters takes the mean of the copies" if difference < float("inf")
+                  else " and hold values that are no numbers")
+        raise RunError(f"{name} should be the same on all TP ranks, but {paths[other].name} and {paths[0].name} "
+                       f"in {paths[0].parent} differ by up to {difference:.3g}{advice}")
+    averaged[name] = difference
+    return copies.mean(0).to(shares[0].dtype)
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def averaged_lines(averaged: Mapping[str, float]) -> Sequence[str]:
+    """What was averaged, as lines for the console."""
+    if not averaged:
+        return []
+    return [f"copies that differed over TP ranks were averaged (--average-duplicated-parameters): {len(averaged)} tensors",
+            *(f"  {name}: by up to {difference:.3g}" for name, difference in averaged.items())]
 
 
 def open_source(folder: str | Path, config: CheckpointConfig | None = None) -> WeightSource:
-    """The source that reads ``folder``: a tag folder with layer files, or a Hugging Face folder.
+    """The source that reads ``folder``: a tag folder of any trainer, one with biases alone, or a Hugging Face folder.
 
     ``config`` says what the user allowed. Raises RunError for a folder of no known layout.
     """
+    from megatron.checkpoint.delta import is_delta_tag, open_delta_tag
     from megatron.checkpoint.hugging_face import HuggingFaceFolder, is_hugging_face
+    from megatron.checkpoint.layouts import LayerFolder
 
+    if is_delta_tag(Path(folder)):
+        return open_delta_tag(Path(folder), config)
     if is_hugging_face(folder):
         return HuggingFaceFolder(folder)
-    return LayerFolder(Path(folder))
+    allowed = {"trust": bool(config and config.trust_checkpoint),
+               "average": bool(config and config.average_duplicated_parameters)}
+    return LayerFolder(Path(folder), **allowed)

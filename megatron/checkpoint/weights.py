@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.checkpoint.sources import WeightSource
+from megatron.checkpoint.sources import WeightSource, averaged_lines
 from megatron.errors import RunError
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.tags import shard, tag_of
@@ -21,6 +21,9 @@ def load_weights(model, source: WeightSource, context: ParallelContext) -> None:
     for local, layer in enumerate(model.forward_funcs):
         if isinstance(layer, torch.nn.Module) and list(layer.parameters()):
             fill_layer(layer, local + model._local_start, source, context)
+    if context.tp_rank == context.dp_rank == 0:
+        for line in averaged_lines(source.averaged):
+            print(line, flush=True)
 
 
 def synchronize_tied(model) -> None:
