@@ -5,24 +5,35 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 from megatron.checkpoint import files
-from megatron.checkpoint.hugging_face import CONFIG, StoredConfig, is_hugging_face, read_config, shape_there
+from megatron.checkpoint.convert import write_layer_folder
+from megatron.checkpoint.hugging_face import (
+    CONFIG,
+    HuggingFaceFolder,
+    StoredConfig,
+    is_hugging_face,
+    read_config,
+    shape_there,
+)
 from megatron.checkpoint.hugging_face_files import ShardWriter
 from megatron.checkpoint.layer_tags import layer_kind, layer_order, layer_tags
 from megatron.checkpoint.progress import ARCHITECTURE_FLAGS, architecture
 from megatron.checkpoint.sources import WeightSource, open_source
-from megatron.config import ModelConfig
+from megatron.config import CheckpointConfig, ModelConfig
 from megatron.errors import RunError
 from megatron.model.hf_names import VOCABULARY, to_hugging_face
+from megatron.tokenizer.padding import padded_vocab_size
 
 #: where from-hf keeps what is not weights, for to-hf and as a tokenizer folder
 CARRIED = "hf"
+#: what from-hf calls the only tag: nothing was trained yet
+TAG = "global_step0"
 GENERATION = "generation_config.json"
 #: what a tokenizer may consist of
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -32,9 +43,6 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HF_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16",
              torch.float64: "float64"}
 CLASSES = {"bloom": "BloomForCausalLM", "gpt2": "GPT2LMHeadModel"}
-
-Step = Callable[[int, int], None]
-"""called after each layer with (layers done, layers in all)"""
 
 
 def carry_files(source: Path, target: Path, *, config: bool) -> list[str]:
@@ -55,6 +63,65 @@ def convert_dtype(name: str, tensor: torch.Tensor, dtype: str) -> torch.Tensor:
         raise RunError(f"{name} holds numbers of up to {tensor.abs().max().item():.3g}, too large for fp16; "
                        "take bf16 or fp32")
     return cast
+
+
+# --- Hugging Face -> ours ---------------------------------------------------------------------
+
+
+def from_folder(folder: str | Path, target: str | Path, *, tp: int = 1, dtype: str = "keep", divisible_by: int = 128,
+                pad_to: int | None = None) -> list[str]:
+    """Write the Hugging Face ``folder`` as a checkpoint in ``target``, cut for ``tp`` ranks.
+
+    Config, tokenizer and generation files go to ``target/hf``. All rows of the word table
+    are kept; zero rows are added up to a multiple of ``divisible_by * tp``, or to ``pad_to``.
+    Returns the flags of a training command that fit. Raises RunError, leaving nothing, for a
+    ``target`` that is in use and for what cannot be read, cut or cast.
+    """
+    target = Path(target)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise RunError(f"{target} exists already and is no empty folder; give a new one")
+    if not is_hugging_face(folder):
+        raise RunError(f"{folder} is no Hugging Face folder: it has no {CONFIG}")
+    source = HuggingFaceFolder(folder)
+    stored = source.stored
+    if pad_to is not None and pad_to < stored.rows:
+        raise RunError(f"--pad-vocab-size-to {pad_to} is smaller than the {stored.rows} rows of the word table in {folder}")
+    rows = padded_vocab_size(stored.rows, tp=tp, divisible_by=divisible_by, pad_to=pad_to)
+    shape = replace(stored.model, padded_vocab_size=rows)
+    carried = target / CARRIED
+    try:
+        carried.mkdir(parents=True)
+        for name in carry_files(source.folder, carried, config=True):
+            _sync(carried / name)
+        # how many of the rows are padding, and how long BLOOM's texts were, no file says
+        unknown = {"vocab_size"} | ({"seq_length", "max_position_embeddings"} if stored.kind == "bloom" else set())
+        write_layer_folder(target, TAG, source, shape, tp=tp, dtype=None if dtype == "keep" else dtype, unknown=unknown)
+    except BaseException:
+        shutil.rmtree(target, ignore_errors=True)
+        raise
+    return training_flags(stored, target, rows, divisible_by)
+
+
+def training_flags(stored: StoredConfig, target: Path, rows: int, divisible_by: int) -> list[str]:
+    """Flags, one with its value each, that a run needs to start from ``target``."""
+    model = stored.model
+    flags = [f"--num-layers {model.num_layers}", f"--hidden-size {model.hidden_size}",
+             f"--num-attention-heads {model.num_attention_heads}", f"--seq-length {model.seq_length}"]
+    if model.ffn_hidden_size != 4 * model.hidden_size:
+        flags.append(f"--ffn-hidden-size {model.ffn_hidden_size}")
+    flags.append(f"--max-position-embeddings {model.max_position_embeddings or model.seq_length}")
+    if stored.kind == "bloom":
+        flags += ["--position-embedding-type alibi", "--embed-layernorm"]
+    if model.layernorm_epsilon != 1e-5:
+        flags.append(f"--layernorm-epsilon {model.layernorm_epsilon}")
+    if model.apply_residual_connection_post_layernorm:
+        flags.append("--apply-residual-connection-post-layernorm")
+    if divisible_by != 128:
+        flags.append(f"--make-vocab-size-divisible-by {divisible_by}")
+    flags.append(f"--pad-vocab-size-to {rows}")
+    if any((target / CARRIED / name).exists() for name in TOKENIZER_FILES):
+        flags += ["--tokenizer-type PretrainedFromHF", f"--tokenizer-name-or-path {target / CARRIED}"]
+    return [*flags, f"--load {target}"]
 
 
 # --- ours -> Hugging Face ---------------------------------------------------------------------
@@ -88,13 +155,13 @@ def find_tag(checkpoint: str | Path) -> Path:
 
 def to_folder(checkpoint: str | Path, target: str | Path, *, base: str | Path | None = None,
               max_shard_bytes: int = 5 * 10**9, keep_padding: bool = False, dtype: str = "keep",
-              step: Step = lambda done, total: None, source: WeightSource | None = None) -> Exported:
+              config: CheckpointConfig | None = None) -> Exported:
     """Write the weights of ``checkpoint`` (a tag, or a folder with ``latest``) as a Hugging Face folder.
 
     ``base`` is a Hugging Face folder of the same architecture: its config, tokenizer and
     generation files are copied. Without one, the ``hf`` folder that ``from_folder`` left
-    beside the tag serves, else the checkpoint's own state file. ``source`` reads the
-    weights where ``open_source`` without further settings would not do.
+    beside the tag serves, else the checkpoint's own state file. ``config`` says what may
+    be read (trust, averages).
 
     The word table keeps the rows of ``base`` or of the true vocabulary, whichever are more, or all
     with ``keep_padding``. Raises RunError, leaving no ``target``, when something does not fit.
@@ -103,9 +170,9 @@ def to_folder(checkpoint: str | Path, target: str | Path, *, base: str | Path | 
     if target.exists():
         raise RunError(f"{target} exists already; give a new folder")
     folder = find_tag(checkpoint)
-    source = source or open_source(folder)
+    source = open_source(folder, config)
     base = _base_of(folder, base)
-    state = _state(folder)
+    state = _state(folder, config)
     model, kind = _model(folder, state, base)
     if source.num_layers != model.num_layers:
         raise RunError(f"{folder} holds {source.num_layers} layers, {base or 'its state file'} describes {model.num_layers}")
@@ -117,9 +184,8 @@ def to_folder(checkpoint: str | Path, target: str | Path, *, base: str | Path | 
     try:
         part.mkdir(parents=True)
         tags = layer_tags(gated=False, learned_positions=kind == "gpt2", embed_layernorm=kind == "bloom")
-        order = layer_order(model.num_layers)
         rows = stored_rows = parameters = 0
-        for done, index in enumerate(order, start=1):
+        for index in tqdm(layer_order(model.num_layers), desc=f"writing {target.name}", unit="layer", disable=None):
             tensors = source.layer(index, tags[layer_kind(index, model.num_layers)])
             for pair in (pair for pair in pairs if pair.index == index):
                 if pair.name not in tensors:
@@ -136,7 +202,6 @@ def to_folder(checkpoint: str | Path, target: str | Path, *, base: str | Path | 
             if tensors:
                 raise RunError(f"{source.described(index)} holds {', '.join(sorted(tensors)[:3])}, for which "
                                f"{CLASSES[kind]} has no place")
-            step(done, len(order))
         written = writer.close()
         stored_dtype = vocabulary_dtype if dtype == "keep" else DTYPES[dtype]
         carried = _write_rest(part, base, state, model, kind, rows, stored_dtype)
@@ -161,10 +226,10 @@ def _base_of(folder: Path, base: str | Path | None) -> Path | None:
     return next((place for place in places if is_hugging_face(place)), None)
 
 
-def _state(folder: Path) -> dict:
+def _state(folder: Path, config: CheckpointConfig | None) -> dict:
     """The state file of a tag; {} where there is none that can be read."""
     try:
-        state = files.read(files.mp_rank_file(folder, 0))
+        state = files.read(files.mp_rank_file(folder, 0), trust=config is not None and config.trust_checkpoint)
     except RunError:
         return {}
     return state if isinstance(state, dict) else {}
