@@ -38,6 +38,7 @@ setup(
     extras_require={
         "test": ["pytest>=8,<10", *QUICKSTART],
         "quickstart": QUICKSTART,
+        "retention": ["matplotlib>=3.8,<4"],
         "benchmark": ["peft>=0.17,<0.22"],
         "dev": ["ruff>=0.17,<0.18"],
     },
