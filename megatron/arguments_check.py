@@ -326,6 +326,8 @@ def _check_schedule(values: Values) -> None:
 def _check_checkpoints(values: Values) -> None:
     _require(values["save"] is None or values["save_interval"] is not None,
              f"--save {values['save']} needs --save-interval")
+    _require(not values["save_delta_only"] or (values["bitfit"] and values["save"]),
+             "--save-delta-only saves the biases that --bitfit trains into --save; give both")
 
 
 def _check_data(values: Values, given: set[str]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from megatron import bitfit, log_lines
 from megatron.arguments import accepted_without_effect, format_argument_dump
 from megatron.checkpoint import load_plan, resume, save
+from megatron.checkpoint.delta_run import DeltaSaves
 from megatron.checkpoint.files import write_text
 from megatron.checkpoint.progress import Progress
 from megatron.config import Settings
@@ -131,7 +132,9 @@ def pretrain(settings: Settings, task: Task) -> None:
         for name, rows in (valid if settings.train.eval_iters else {}).items():
             evaluate(run, name, rows, f"iteration {run.progress.iteration}")
     else:
-        run.saver = save.Saver(run.settings, context, plan)
+        config = settings.checkpoint
+        deltas = DeltaSaves(model, settings, context, plan) if config.save and config.save_delta_only else None
+        run.saver = save.Saver(settings, context, plan, deltas)
         train(run, _rows(run, datasets.train), valid)
         if run.progress.iteration >= run.train_iters:  # not when asked to stop early
             _final_evaluation(run, valid, datasets.test)

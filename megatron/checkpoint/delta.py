@@ -1,145 +1,215 @@
-"""The biases of a bias-only run as one file, and back onto a copy of the base.
-
-A delta is a ``safetensors`` file. Names are canonical and know no parallelism:
-``embedding.<name>``, ``layers.<i>.<name>``, ``final_layernorm.bias``; tensors are whole
-(TP shares merged) in the dtype of the checkpoint. Its metadata hold the tag it was
-taken from, the number of layers and the number of parameters.
-"""
+"""Base plus delta: taking a delta out of a checkpoint, and reading weights through it."""
 
 from __future__ import annotations
 
-import re
-import shutil
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from megatron.bitfit import is_bias
 from megatron.checkpoint import files
-from megatron.checkpoint.sources import merge_shares
-from megatron.config import ModelConfig
+from megatron.checkpoint.delta_file import (
+    NAME,
+    Delta,
+    DeltaFacts,
+    dtype_name,
+    frozen_print,
+    put,
+    read_delta,
+    take,
+    target_of,
+    targets,
+)
+from megatron.checkpoint.hugging_face import is_hugging_face, read_config
+from megatron.checkpoint.layer_tags import layer_kind, layer_order, layer_tags, trained_names
+from megatron.checkpoint.sources import WeightSource, open_source
+from megatron.config import BIAS_TERMS, CheckpointConfig
 from megatron.errors import RunError
-from megatron.model.pipe import EMBEDDING_INDEX, FIRST_BLOCK, GPTModel
-from megatron.mpu.context import ParallelContext
-from megatron.mpu.random import RandomStreams
-from megatron.mpu.tags import ParamTag, shard, tag_of
+from megatron.model.numbering import EMBEDDING_INDEX, FIRST_BLOCK, canonical_name
+from megatron.mpu.tags import ParamTag
 
 
-def newest_folder(checkpoint: str | Path) -> Path:
-    """The tag folder of ``checkpoint``: itself, or the one its ``latest`` names."""
-    folder = Path(checkpoint)
-    tag = files.latest_tag(folder)
-    folder = folder / tag if tag else folder
-    if not folder.is_dir() or not layer_indices(folder):
-        raise RunError(f"{checkpoint} holds no checkpoint: neither a file 'latest' nor layer files")
+class DeltaSource(WeightSource):
+    """A base with a delta on it. What is frozen is compared with the fingerprints in the delta.
+
+    A bias that trained as a whole has the delta's dtype, one of which slices trained the wider of both.
+    """
+
+    def __init__(self, base: WeightSource, delta: Delta, name: str) -> None:
+        """``name`` is what messages call the delta. Raises RunError for another number of blocks."""
+        if base.num_layers != delta.facts.num_layers:
+            raise RunError(f"{base.where} has {base.num_layers} layers, {name} belongs to a base of {delta.facts.num_layers}")
+        self.base, self.delta, self.name = base, delta, name
+        self.num_layers, self.where = base.num_layers, f"{name} on {base.where}"
+        self._targets = targets(delta)
+        self.replaced: dict[str, torch.Tensor] = {}
+        """the base's values of what has been set so far, by canonical name"""
+
+    def layer(self, index: int, tags: Mapping[str, ParamTag]) -> dict[str, torch.Tensor]:
+        tensors, facts = self.base.layer(index, tags), self.delta.facts
+        for name in [name for name in tags if name in tensors]:
+            whole = canonical_name(index, name, self.num_layers)
+            trained = self._targets.get(whole, [])
+            mine = frozen_print(whole, tensors[name], tags[name], trained, facts) if facts.prints else None
+            if mine is not None and facts.prints.get(whole) != mine:
+                raise RunError(f"{self.base.where} is not the base of {self.name}, their {whole} differs; it was trained on "
+                               f"{facts.base or 'another one'}")
+            if trained:
+                values = [self.delta.tensors[each] for each in trained]
+                partly = target_of(trained[0])[1] is not None
+                self.replaced[whole] = tensors[name].clone()
+                dtype = torch.promote_types(tensors[name].dtype, values[0].dtype) if partly else values[0].dtype
+                tensors[name] = tensors[name].to(dtype, copy=True)
+                for each, value in zip(trained, values):
+                    put(tensors[name], each, value, facts.num_attention_heads)
+        return tensors
+
+    def described(self, index: int) -> str:
+        return f"{self.base.described(index)} with {self.name}"
+
+
+def is_delta_tag(folder: Path) -> bool:
+    """Whether ``folder`` was saved with --save-delta-only."""
+    return (folder / NAME).is_file()
+
+
+def open_delta_tag(folder: Path, config: CheckpointConfig | None) -> DeltaSource:
+    """The weights of a tag that was saved with --save-delta-only: its base, with its delta on it.
+
+    The base is --load where that is another folder than this run's, else the recorded one.
+    Raises RunError when it is not there, or has other frozen weights (on reading them).
+    """
+    delta = read_delta(folder / NAME)
+    base = base_folder(folder, delta.facts, config.load if config else None)
+    return DeltaSource(open_source(base, config), delta, str(folder))
+
+
+def base_folder(folder: Path, facts: DeltaFacts, load: str | None) -> Path:
+    """Where the base of the delta tag ``folder`` is. RunError when it is nowhere."""
+    if load and Path(load).resolve() not in (folder.resolve(), folder.parent.resolve()):
+        same_tag = Path(load) / Path(facts.base).name
+        return same_tag if facts.base and same_tag.is_dir() else checkpoint_folder(load)
+    if not facts.base or not Path(facts.base).is_dir():
+        raise RunError(f"{folder} holds biases only, and the base they belong to is not there ({facts.base or 'not recorded'}); "
+                       "give --load BASE")
+    return Path(facts.base)
+
+
+def checkpoint_folder(path: str | Path) -> Path:
+    """The folder with weights that ``path`` stands for: the tag its ``latest`` names, or ``path`` itself."""
+    tag = files.latest_tag(path)
+    folder = Path(path) / tag if tag else Path(path)
+    if not folder.is_dir() or not any(folder.iterdir()):
+        raise RunError(f"{path} holds no checkpoint")
     return folder
 
 
-def layer_indices(folder: Path) -> list[int]:
-    """Pipeline indices that have layer files in a tag folder, ascending."""
-    found = {int(match[1]) for path in folder.iterdir()
-             if (match := re.fullmatch(r"layer_(\d+)-model_\d+-model_states\.pt", path.name))}
-    return sorted(found)
+# --- offline: one layer after the other ---------------------------------------------------------
 
 
-def bias_tags(first_projection_rows: int, second_projection_columns: int) -> dict[str, ParamTag]:
-    """Tag of each bias by its name in a layer file, taken from a model of one tiny layer.
+@dataclass(frozen=True)
+class _Shape:
+    """What decides which parameters a model has."""
 
-    A gated MLP shows in the shapes: its first projection has twice the rows that its
-    second has columns.
+    gated: bool
+    learned_positions: bool
+    embed_layernorm: bool
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A checkpoint on disk and what it says of itself."""
+
+    folder: Path
+    source: WeightSource
+    shape: _Shape
+    state: Mapping[str, Any]
+    heads: int
+
+    def layers(self) -> Iterator[tuple[int, str, dict[str, ParamTag], dict[str, torch.Tensor]]]:
+        """(index, kind, tags, whole tensors) of each layer with parameters."""
+        tags = layer_tags(**vars(self.shape))
+        for index in layer_order(self.source.num_layers):
+            kind = layer_kind(index, self.source.num_layers)
+            yield index, kind, tags[kind], self.source.layer(index, tags[kind])
+
+
+def open_stored(path: str | Path) -> Stored:
+    """The checkpoint in ``path``, of any layout that can be read."""
+    folder = checkpoint_folder(path)
+    source = open_source(folder)
+    embedding, block = source.layer(EMBEDDING_INDEX, {}), source.layer(FIRST_BLOCK, {})
+    try:
+        first, second = block["mlp.dense_h_to_4h.weight"], block["mlp.dense_4h_to_h.weight"]
+    except KeyError as error:
+        raise RunError(f"{source.described(FIRST_BLOCK)} lacks {error.args[0]}") from None
+    shape = _Shape(gated=first.shape[0] == 2 * second.shape[1], learned_positions="position_embeddings.weight" in embedding,
+                   embed_layernorm="word_embeddings.norm.weight" in embedding)
+    state = _state(folder)
+    model = vars(read_config(folder).model) if is_hugging_face(folder) else state.get("architecture", {})
+    heads = model.get("num_attention_heads") or getattr(state.get("args"), "num_attention_heads", 0)
+    return Stored(folder, source, shape, state, heads)
+
+
+def _state(folder: Path) -> dict[str, Any]:
+    """The state file, {} where there is none that can be read: biases are not in it."""
+    try:
+        state = files.read(files.mp_rank_file(folder, 0))
+    except RunError:
+        return {}
+    return state if isinstance(state, dict) else {}
+
+
+def extract(checkpoint: str | Path, base: str | Path | None = None) -> Delta:
+    """The delta of a checkpoint: what its run trained, with fingerprints of the rest.
+
+    The terms are those its state file names, or all. With ``base`` the frozen tensors of both
+    are compared, in the checkpoint's dtype. Raises RunError naming the first that differs.
     """
-    gated = first_projection_rows == 2 * second_projection_columns
-    config = ModelConfig(num_layers=1, hidden_size=2, num_attention_heads=1, seq_length=1, vocab_size=1,
-                         padded_vocab_size=1, position_embedding_type="alibi", max_position_embeddings=1,
-                         embed_layernorm=True, activation="geglu" if gated else "gelu_tanh",
-                         use_cpu_initialization=True)
-    with torch.random.fork_rng(devices=[]):
-        model = GPTModel(config, ParallelContext(), RandomStreams(1))
-    return {name.split(".", 2)[2]: tag_of(param) for name, param in model.named_parameters() if is_bias(name)}
+    folder = checkpoint_folder(checkpoint)
+    if is_delta_tag(folder):
+        delta = read_delta(folder / NAME)
+    else:
+        delta = _extracted(open_stored(folder), None)
+    if base is not None:
+        base = checkpoint_folder(base)
+        verify(base, delta, str(checkpoint))
+        delta = replace(delta, facts=replace(delta.facts, base=str(base.resolve())))
+    return delta
 
 
-def _layer(index: int, last: int) -> str:
-    if index == EMBEDDING_INDEX:
-        return "embedding"
-    return "final_layernorm" if index == last else f"layers.{index - FIRST_BLOCK}"
+def biases_of(checkpoint: str | Path) -> Delta:
+    """Every bias of a checkpoint, whatever trained, as a delta: put back, it removes any other delta."""
+    return _extracted(open_stored(checkpoint), BIAS_TERMS)
 
 
-def _tags_of_folder(folder: Path) -> dict[str, ParamTag]:
-    paths = files.layer_files(folder, FIRST_BLOCK)
-    if not paths:
-        raise RunError(f"{folder} has no file for the first block (layer_{FIRST_BLOCK:02d}-model_00-...)")
-    block = files.read(paths[0])
-    return bias_tags(block["mlp.dense_h_to_4h.weight"].shape[0], block["mlp.dense_4h_to_h.weight"].shape[1])
-
-
-def extract(checkpoint: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Whole biases by canonical name, and the metadata, of the newest tag in ``checkpoint``."""
-    folder = newest_folder(checkpoint)
-    tags = _tags_of_folder(folder)
-    indices = layer_indices(folder)
+def _extracted(stored: Stored, terms: Sequence[str] | None) -> Delta:
+    state, source = stored.state, stored.source
+    if terms is None:
+        terms = tuple(state.get("bitfit_bias_terms") or BIAS_TERMS) if state.get("bitfit") else BIAS_TERMS
+    facts = DeltaFacts(num_layers=source.num_layers, num_attention_heads=stored.heads, dtype="fp32", terms=tuple(terms),
+                       vocab_size=(state.get("checkpoint_info") or {}).get("original_vocab_size") or 0,
+                       step=state.get("iteration") or 0, arguments=vars(state.get("args", argparse.Namespace())))
+    trains = trained_names(**vars(stored.shape), terms=tuple(terms))
     tensors: dict[str, torch.Tensor] = {}
-    parameters = 0
-    for index in indices:
-        paths = files.layer_files(folder, index)
-        shares = [files.read(path) for path in paths]
-        for name in filter(is_bias, shares[0]):
-            tensors[f"{_layer(index, indices[-1])}.{name}"] = merge_shares(
-                name, [share[name] for share in shares], tags[name], paths).contiguous()
-        parameters += sum(value.numel() for share in shares for value in share.values())
-    return tensors, {"format": "bitfit-delta", "tag": folder.name, "layers": str(len(indices) - 2),
-                     "checkpoint_parameters": str(parameters)}
+    prints: dict[str, str] = {}
+    for index, kind, tags, found in stored.layers():
+        if index == EMBEDDING_INDEX:
+            facts = replace(facts, dtype=dtype_name(found["word_embeddings.weight"].dtype))
+        for name, tag in tags.items():
+            mine = [each for each in trains[kind] if target_of(each)[0] == name]
+            for each in mine:
+                tensors[canonical_name(index, each, source.num_layers)] = take(found[name], each, stored.heads)
+            if (value := frozen_print(name, found[name], tag, mine, facts)) is not None:
+                prints[canonical_name(index, name, source.num_layers)] = value
+    return Delta(tensors, replace(facts, prints=prints))
 
 
-def terms_trained(checkpoint: str | Path) -> tuple[str, ...] | None:
-    """Kinds of bias that the run of the newest tag trained; None where its state file does not tell."""
-    try:
-        state = files.read(files.mp_rank_file(newest_folder(checkpoint), 0))
-    except RunError:  # biases are in the layer files: a missing or foreign state file is no obstacle
-        return None
-    terms = state.get("bitfit_bias_terms") if isinstance(state, dict) and state.get("bitfit") else None
-    return tuple(terms) if terms else None
-
-
-def apply(base: str | Path, tensors: dict[str, torch.Tensor], target: str | Path) -> int:
-    """Write a copy of ``base``'s newest tag to ``target`` with the biases of a delta in it.
-
-    The copy holds layer files only: a start from it takes weights, never optimizer state.
-    Returns how many tensors were set. Raises RunError, leaving no ``target``, when the
-    delta and the base do not have the same biases.
-    """
-    folder, target = newest_folder(base), Path(target)
-    if target.exists():
-        raise RunError(f"{target} exists already; give a new folder")
-    tags, indices = _tags_of_folder(folder), layer_indices(folder)
-    part = target.with_name(target.name + ".part")
-    tag = part / folder.name
-    used: set[str] = set()
-    try:
-        tag.mkdir(parents=True)
-        for index in indices:
-            paths = files.layer_files(folder, index)
-            for rank, path in enumerate(paths):
-                values = files.read(path)
-                for name in filter(is_bias, list(values)):
-                    whole = f"{_layer(index, indices[-1])}.{name}"
-                    values[name] = _share(tensors, whole, values[name], tags[name], rank, len(paths))
-                    used.add(whole)
-                torch.save(values, tag / path.name)
-        if unknown := sorted(tensors.keys() - used):
-            raise RunError(f"the base has no bias {unknown[0]} (and {len(unknown) - 1} more of the delta)")
-        files.write_text(part / files.LATEST, folder.name)
-        part.rename(target)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
-    return len(used)
-
-
-def _share(tensors: dict[str, torch.Tensor], name: str, old: torch.Tensor, tag: ParamTag, rank: int,
-           ranks: int) -> torch.Tensor:
-    if name not in tensors:
-        raise RunError(f"the delta lacks {name}, which the base has")
-    mine = shard(tensors[name], tag, rank, ranks)
-    if mine.shape != old.shape:
-        raise RunError(f"{name} has shape {tuple(tensors[name].shape)} in the delta, which does not fit the base")
-    return mine.to(old.dtype).clone()
+def verify(base: str | Path, delta: Delta, name: str) -> None:
+    """Compare all frozen tensors of ``base`` with the delta's fingerprints; RunError naming the first that differs."""
+    stored = open_stored(base)
+    for _ in replace(stored, source=DeltaSource(stored.source, delta, name)).layers():
+        pass

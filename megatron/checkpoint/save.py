@@ -15,6 +15,8 @@ import torch.distributed as dist
 
 from megatron import log_lines
 from megatron.checkpoint import files, manifest
+from megatron.checkpoint.delta_file import NAME as DELTA
+from megatron.checkpoint.delta_run import DeltaSaves
 from megatron.checkpoint.load_plan import LoadPlan
 from megatron.checkpoint.progress import Progress, architecture, trained_names
 from megatron.checkpoint.writer import TagWriter
@@ -45,8 +47,10 @@ class Saver:
     while training goes on, and all that follows happens in `poll` or `finish`.
     """
 
-    def __init__(self, settings: Settings, context: ParallelContext, plan: LoadPlan | None = None) -> None:
-        self.settings, self.context = settings, context
+    def __init__(self, settings: Settings, context: ParallelContext, plan: LoadPlan | None = None,
+                 deltas: DeltaSaves | None = None) -> None:
+        """``deltas``: write biases alone, and no layer files."""
+        self.settings, self.context, self._deltas = settings, context, deltas
         self.folder = Path(settings.checkpoint.save or "")
         self._pending: _Pending | None = None
         self._run = _run_of(plan) if context.rank == 0 else None
@@ -69,6 +73,8 @@ class Saver:
         state = _client_state(engine, self.settings, self.context, progress, streams)
         try:
             self._write(engine, tag, state, writer)
+            if self._deltas and (data := self._deltas.file(progress.iteration)):
+                writer.write_bytes(data, self.folder / f"{tag}.part" / DELTA)
         except (OSError, RuntimeError) as error:  # such as a rank that is gone
             raise RunError(self._failure(tag, f"it was interrupted: {str(error).splitlines()[0]}")) from error
         self._pending = _Pending(tag, progress.iteration, writer, started, engine.device)
@@ -114,6 +120,7 @@ class Saver:
         # a helper script that DeepSpeed copies beside the tags, on rank 0 alone and before a barrier
         copy_script, engine._copy_recovery_script = engine._copy_recovery_script, lambda folder: writer.attempt(
             copy_script, folder)
+        engine.module.layer_files = self._deltas is None
         try:
             engine.save_checkpoint(str(self.folder), tag=f"{tag}.part", client_state=state, save_latest=False)
         finally:

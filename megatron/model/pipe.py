@@ -146,6 +146,14 @@ class GPTPipeline(PipelineModule):
         return [(weight, group) for weight, group in super().get_tied_weights_and_groups()
                 if weight.requires_grad]
 
+    #: whether a save writes layer files; a save of biases alone does not
+    layer_files = True
+
+    def save_state_dict(self, *args, **kwargs):
+        """Called by the engine: write this stage's layer files."""
+        if self.layer_files:
+            super().save_state_dict(*args, **kwargs)
+
     def forward(self, x):
         config, streams = self._settings
         return run_layers(self.forward_funcs, x, config=config, streams=streams, training=self.training)
