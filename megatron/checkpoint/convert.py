@@ -19,7 +19,7 @@ from tqdm import tqdm
 from megatron.checkpoint import files
 from megatron.checkpoint.layer_tags import layer_kind, layer_order, layer_tags
 from megatron.checkpoint.layouts import NUMBERS
-from megatron.checkpoint.progress import Progress, architecture
+from megatron.checkpoint.progress import Progress, architecture, stored_arguments
 from megatron.checkpoint.sources import WeightSource
 from megatron.checkpoint.weights import resize_rows
 from megatron.config import ModelConfig
@@ -118,7 +118,7 @@ def _state(shape: ModelConfig, tp: int, dtype: str | None, layout: str, stored: 
     from deepspeed import __version__
 
     iteration, tokens = stored.get("iteration") or 0, stored.get("tokens") or 0
-    arguments = vars(stored.get("args", argparse.Namespace()))
+    arguments = stored_arguments(stored)
     progress = stored.get("progress") or vars(Progress(
         iteration=iteration, consumed_train_tokens=tokens,
         consumed_train_samples=arguments.get("consumed_train_samples") or 0,

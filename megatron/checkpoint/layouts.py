@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 import torch
 
 from megatron.checkpoint import files
+from megatron.checkpoint.progress import stored_arguments
 from megatron.checkpoint.sources import WeightSource, merge_shares
 from megatron.errors import RunError
 from megatron.model.numbering import EMBEDDING_INDEX, FIRST_BLOCK, canonical_name
@@ -112,7 +112,7 @@ class LayerFolder(WeightSource):
         except RunError:  # files of weights need no state beside them; whoever needs it will hear
             self._stored = None
             return {}
-        arguments = vars(stored.get("args") or argparse.Namespace())
+        arguments = stored_arguments(stored)
         dims = stored.get("checkpoint_parallel_dimensions") or {}
         told = {"num_layers": arguments.get("num_layers"),
                 "tensor_parallel": dims.get("tp_degree") or arguments.get("tensor_model_parallel_size")}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron.bitfit import trainable
@@ -41,3 +43,41 @@ def architecture(model: ModelConfig) -> dict:
     """The settings of the network that weights depend on; plain values."""
     everything = dataclasses.asdict(model)
     return {name: everything[name] for name in ARCHITECTURE_FLAGS}
+
+
+def stored_architecture(stored: Mapping) -> dict:
+    """The same as a state file tells it: our own record, or the arguments of an older trainer; plain values.
+
+    Settings that it does not tell are left out, and so is the vocabulary's size in a foreign file:
+    trainers count differently (see `stored_vocabulary`).
+    """
+    if "architecture" in stored:
+        return dict(stored["architecture"])
+    said = stored_arguments(stored)
+    told = {name: said[name] for name in ARCHITECTURE_FLAGS
+            if name not in ("activation", "vocab_size") and said.get(name) is not None}
+    if "position_embedding_type" in told:  # an enum member, or a name
+        name = getattr(said["position_embedding_type"], "name", said["position_embedding_type"])
+        told["position_embedding_type"] = _POSITION_NAMES.get(name, name)
+    if said.get("use_bnb_optimizer"):  # brings the embedding LayerNorm with it
+        told["embed_layernorm"] = True
+    if said.get("glu_activation"):
+        told["activation"] = said["glu_activation"]
+    elif "bias_gelu_fusion" in said:
+        told["activation"] = "gelu_tanh" if said["bias_gelu_fusion"] or said.get("openai_gelu") else "gelu_erf"
+    return told
+
+
+def stored_vocabulary(stored: Mapping) -> int | None:
+    """True number of token ids, None where the state file does not tell."""
+    return (stored.get("architecture", {}).get("vocab_size")
+            or (stored.get("checkpoint_info") or {}).get("original_vocab_size"))
+
+
+def stored_arguments(stored: Mapping) -> dict:
+    """The arguments of the run that wrote a state file, by name; {} without any."""
+    return vars(stored.get("args") or argparse.Namespace())
+
+
+#: what later trainers call the kinds of positions
+_POSITION_NAMES = {"learned_absolute": "absolute", "rope": "rotary"}
