@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -16,7 +17,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from megatron.checkpoint import files
+from megatron.checkpoint import files, manifest
 from megatron.checkpoint.layer_tags import layer_kind, layer_order, layer_tags
 from megatron.checkpoint.layouts import NUMBERS
 from megatron.checkpoint.progress import Progress, architecture, stored_arguments
@@ -61,6 +62,7 @@ def write_layer_folder(target: str | Path, tag: str, source: WeightSource, shape
             del tensors, share
         for rank in range(tp):
             _write(files.mp_rank_file(part, rank), _state(shape, tp, dtype, layout, stored or {}, unknown))
+        _write_manifest(part, shape, tp, dtype, stored or {})
         part.rename(target / tag)
         files.write_text(target / files.LATEST, tag)
     except BaseException as error:
@@ -155,6 +157,14 @@ def _arguments(shape: ModelConfig, tp: int, dtype: str | None, layout: str, stor
     if dtype:
         kept.update(fp16=dtype == "fp16", bf16=dtype == "bf16", params_dtype=TORCH_DTYPES[dtype])
     return argparse.Namespace(**kept | {name: value for name, value in facts.items() if name not in hidden})
+
+
+def _write_manifest(part: Path, shape: ModelConfig, tp: int, dtype: str | None, stored: Mapping) -> None:
+    """Lengths and checksums of what was written, by which a later read knows a damaged copy."""
+    entries = tuple(manifest.Entry(path.name, path.stat().st_size, manifest.crc32_of(path)) for path in sorted(part.iterdir()))
+    manifest.write(part, manifest.Manifest(iteration=stored.get("iteration") or 0, run=secrets.token_hex(8), sequence=1,
+                                           degrees={"tp": tp, "pp": 1, "dp": 1}, dtype=dtype or shape.params_dtype,
+                                           files=entries))
 
 
 def position_type(name: str, layout: str = "bigscience") -> PositionEmbeddingType | str:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.checkpoint import files
 from megatron.checkpoint.load_plan import LoadPlan
 from megatron.checkpoint.optimizer_shards import OptimizerShards, load_optimizer, publish_masters
-from megatron.checkpoint.progress import ARCHITECTURE_FLAGS, Progress, architecture, trained_names
+from megatron.checkpoint.progress import ARCHITECTURE_FLAGS, Progress, architecture, stored_architecture, trained_names
 from megatron.config import BIAS_TERMS, Settings
 from megatron.errors import RunError
 from megatron.initialize import agree
@@ -41,6 +41,8 @@ def check_stored(plan: LoadPlan, settings: Settings, context: ParallelContext) -
     except RunError as error:
         # foreign state files hold objects that are not read; their layer files are plain tensors
         problem = None if plan.weights_only else str(error)
+        if problem is None and context.rank == 0 and files.mp_rank_file(plan.path, 0).exists():
+            print(f"  {error}; whether the architecture flags fit it shows in the shapes of its tensors alone", flush=True)
     agree(context, problem)
     return stored
 
@@ -62,10 +64,7 @@ def _arguments(stored: dict) -> dict:
 
 def _other_architecture(stored: dict, plan: LoadPlan, settings: Settings) -> str | None:
     now = architecture(settings.model)
-    # without our own record, what the arguments of older trainers say of it
-    older = {name: value for name, value in _arguments(stored).items()
-             if name not in ("activation", "vocab_size") and value is not None}
-    for name, value in stored.get("architecture", older).items():
+    for name, value in stored_architecture(stored).items():
         if name in now and value != now[name]:
             return (f"{plan.path} holds a model with {name} {value}, this run has {now[name]} "
                     f"({ARCHITECTURE_FLAGS[name]}); make them equal, or load another checkpoint")
