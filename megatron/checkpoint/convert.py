@@ -20,11 +20,10 @@ from tqdm import tqdm
 from megatron.checkpoint import files, manifest
 from megatron.checkpoint.layer_tags import layer_kind, layer_order, layer_tags
 from megatron.checkpoint.layouts import NUMBERS
-from megatron.checkpoint.progress import Progress, architecture, stored_arguments
+from megatron.checkpoint.progress import Progress, architecture, position_type, stored_arguments
 from megatron.checkpoint.sources import WeightSource
 from megatron.checkpoint.weights import resize_rows
 from megatron.config import ModelConfig
-from megatron.enums import PositionEmbeddingType
 from megatron.errors import RunError
 from megatron.mpu.layers import TORCH_DTYPES
 from megatron.mpu.tags import ParamTag, shard
@@ -145,7 +144,8 @@ def _arguments(shape: ModelConfig, tp: int, dtype: str | None, layout: str, stor
     facts = {"num_layers": shape.num_layers, "hidden_size": shape.hidden_size, "kv_channels": shape.kv_channels,
              "num_attention_heads": shape.num_attention_heads, "ffn_hidden_size": shape.ffn_hidden_size,
              "max_position_embeddings": shape.max_position_embeddings, "seq_length": shape.seq_length,
-             "position_embedding_type": position_type(shape.position_embedding_type, layout),
+             "position_embedding_type": (position_type(shape.position_embedding_type)
+                                         if layout == "bigscience" else shape.position_embedding_type),
              "embed_layernorm": shape.embed_layernorm, "layernorm_epsilon": shape.layernorm_epsilon,
              "apply_residual_connection_post_layernorm": shape.apply_residual_connection_post_layernorm,
              "glu_activation": shape.activation if shape.gated else None, "openai_gelu": False, "onnx_safe": None,
@@ -165,11 +165,6 @@ def _write_manifest(part: Path, shape: ModelConfig, tp: int, dtype: str | None, 
     manifest.write(part, manifest.Manifest(iteration=stored.get("iteration") or 0, run=secrets.token_hex(8), sequence=1,
                                            degrees={"tp": tp, "pp": 1, "dp": 1}, dtype=dtype or shape.params_dtype,
                                            files=entries))
-
-
-def position_type(name: str, layout: str = "bigscience") -> PositionEmbeddingType | str:
-    """How a trainer keeps ``--position-embedding-type`` in its arguments; it compares what it reads."""
-    return PositionEmbeddingType[name] if layout == "bigscience" else name
 
 
 def _write(path: Path, content: dict) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from megatron.bitfit import trainable
 from megatron.config import ModelConfig
+from megatron.enums import PositionEmbeddingType
 
 
 @dataclass
@@ -66,6 +67,11 @@ def stored_architecture(stored: Mapping) -> dict:
     elif "bias_gelu_fusion" in said:
         told["activation"] = "gelu_tanh" if said["bias_gelu_fusion"] or said.get("openai_gelu") else "gelu_erf"
     return told
+
+
+def position_type(name: str) -> PositionEmbeddingType:
+    """``--position-embedding-type`` as BigScience's trainer keeps it: on a load it compares what it reads."""
+    return PositionEmbeddingType[name]
 
 
 def stored_vocabulary(stored: Mapping) -> int | None:

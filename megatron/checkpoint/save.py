@@ -18,7 +18,7 @@ from megatron.checkpoint import files, manifest
 from megatron.checkpoint.delta_file import NAME as DELTA
 from megatron.checkpoint.delta_run import DeltaSaves
 from megatron.checkpoint.load_plan import LoadPlan
-from megatron.checkpoint.progress import Progress, architecture, trained_names
+from megatron.checkpoint.progress import Progress, architecture, position_type, trained_names
 from megatron.checkpoint.writer import TagWriter
 from megatron.config import CheckpointConfig, Settings
 from megatron.errors import RunError, SharedRunError
@@ -200,7 +200,8 @@ def _client_state(engine, settings: Settings, context: ParallelContext, progress
     arguments.update(consumed_train_samples=progress.consumed_train_samples,
                      consumed_valid_samples=progress.consumed_valid_samples,
                      gigaflos_no_embeds=progress.gigaflos_no_embeds,
-                     padded_vocab_size=settings.model.padded_vocab_size)
+                     padded_vocab_size=settings.model.padded_vocab_size,
+                     position_embedding_type=position_type(settings.model.position_embedding_type))
     state = {
         "args": argparse.Namespace(**arguments),
         "checkpoint_version": 3.0,
