@@ -48,7 +48,7 @@ def first_half(case: Case, base: str, steps: int, folder: str) -> list[float]:
 
 
 def resumed(case: Case, folder: str):
-    """Collective: settings, context, engine, schedule and progress of a resume from ``folder`` in a new process.
+    """Collective: context, engine, schedule, progress and streams of a resume from ``folder`` in a new process.
 
     The seed is another, so that all that is not loaded differs.
     """
@@ -62,12 +62,12 @@ def resumed(case: Case, folder: str):
     settings, context, streams, engine, schedule = build_run(fresh, plan)
     resume.check_trained(plan, stored, settings, context, engine.module)
     progress = resume.resume(engine, plan, stored, streams, settings, context)
-    return settings, context, engine, schedule, progress
+    return context, engine, schedule, progress, streams
 
 
 def second_half(case: Case, folder: str, steps: int) -> dict:
     """Start from another seed, resume, go on for ``steps`` steps."""
-    _, context, engine, schedule, progress = resumed(case, folder)
+    context, engine, schedule, progress, _ = resumed(case, folder)
     losses, _ = train_steps(engine, case, context, progress.iteration, steps)
     progress.iteration += steps
     progress.consumed_train_samples += steps * case.global_batch
@@ -77,7 +77,7 @@ def second_half(case: Case, folder: str, steps: int) -> dict:
 def rates_after_resume(case: Case, folder: str) -> tuple[float, float] | str:
     """Rates of the schedule and of the optimizer right after a resume, or the refusal."""
     try:
-        _, _, engine, schedule, _ = resumed(case, folder)
+        _, engine, schedule, _, _ = resumed(case, folder)
     except ValueError as error:
         return str(error)
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)

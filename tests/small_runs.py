@@ -62,6 +62,7 @@ class Case:
     initial_scale_power: int = 10
     decay: str = "constant"
     override: bool = False
+    padded: int = 96
 
     @property
     def world(self) -> int:
@@ -75,7 +76,7 @@ class Case:
 def settings_of(case: Case, rank: int = 0) -> Settings:
     """Settings a command line with these values would give (minus tokenizer and data)."""
     model = ModelConfig(num_layers=case.layers, hidden_size=case.hidden, num_attention_heads=case.heads,
-                        seq_length=SEQ, vocab_size=VOCAB, padded_vocab_size=96,
+                        seq_length=SEQ, vocab_size=VOCAB, padded_vocab_size=case.padded,
                         position_embedding_type=case.positions, max_position_embeddings=SEQ,
                         embed_layernorm=case.embed_layernorm, activation=case.activation, attention_dropout=case.dropout,
                         hidden_dropout=case.dropout, init_method_std=0.2, params_dtype=case.dtype,

@@ -56,11 +56,11 @@ class _Parameter:
 class OptimizerShards:
     """All optimizer files of the tag folder ``folder``, written at TP ``tp_size`` and PP ``pp_size``.
 
-    Raises RunError naming the file when one is missing, damaged or does not say which parameters
+    With ``trust`` files may run code, with ``average`` copies that differ over TP are averaged. Raises RunError naming the file when one is missing, damaged or does not say which parameters
     it holds.
     """
 
-    def __init__(self, folder: Path, tp_size: int, pp_size: int, *, trust: bool = False) -> None:
+    def __init__(self, folder: Path, tp_size: int, pp_size: int, *, trust: bool = False, average: bool = False) -> None:
         self.folder, self.tp_size, self.pp_size = folder, tp_size, pp_size
         self.moments: tuple[str, ...] = ()
         """names of the moments; () when no step was made before the save"""
@@ -68,6 +68,8 @@ class OptimizerShards:
         """updates that Adam has counted; None for optimizers that count none"""
         self.loss_scaler = None
         """DeepSpeed's LossScaler or DynamicLossScaler; None under bf16"""
+        self.averaged: dict[str, float] | None = {} if average else None
+        """copies over TP that differed and were averaged -> largest difference; None where that is refused"""
         self._parameters: dict[str, _Parameter] = {}
         self._seen = False
         paths = _paths(folder, tp_size * pp_size)
@@ -124,7 +126,8 @@ class OptimizerShards:
             if mine.shape == local.shape:
                 return mine
         every = [self._share(name, key, rank, tag, local) for rank in range(self.tp_size)]
-        whole = merge_shares(f"{key} of {name}", every, tag, [shares[rank][0].path for rank in range(self.tp_size)])
+        whole = merge_shares(f"{key} of {name}", every, tag, [shares[rank][0].path for rank in range(self.tp_size)],
+                             averaged=self.averaged)
         if tag.tied:
             whole = resize_rows(whole, local.shape[0] * context.tp_size)
         try:

@@ -99,7 +99,9 @@ def check_trained(plan: LoadPlan, stored: dict, settings: Settings, context: Par
 
 def _open_shards(plan: LoadPlan, stored: dict, settings: Settings) -> OptimizerShards:
     tp, pp, _ = saved_degrees(stored, plan.path)
-    return OptimizerShards(plan.path, tp, pp, trust=settings.checkpoint.trust_checkpoint)
+    allowed = settings.checkpoint
+    return OptimizerShards(plan.path, tp, pp, trust=allowed.trust_checkpoint,
+                           average=allowed.average_duplicated_parameters)
 
 
 def _trained_anywhere(model, context: ParallelContext) -> frozenset[str]:
