@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 from small_runs import VOCAB, Case, write_base
-from topology_jobs import go_on, save_and_go_on, streams_after
+from topology_jobs import go_on, save_and_go_on, streams_after, streams_of_a_start
 
 from megatron.mpu.tags import unshard
 
@@ -98,3 +98,69 @@ def test_a_run_goes_on_at_other_degrees_and_precision(kind, dtype, grid, changes
     saved = dataclasses.replace(SAVED, dtype=dtype, **KINDS[kind])
     now = at(saved, grid, **changes)
     check(saved, now, unbroken, worker_group(now.world))
+
+
+@pytest.mark.parametrize("kind, dtype, start, grid, changes", [
+    ("full", "bf16", "TP2DP2", "PP4", {}),
+    ("terms", "fp32", "PP2DP2", "TP4", {}),
+])
+def test_state_that_was_cut_over_replicas_is_put_together(kind, dtype, start, grid, changes, unbroken, worker_group):
+    saved = at(dataclasses.replace(SAVED, dtype=dtype, **KINDS[kind]), start)
+    now = at(saved, grid, **changes)
+    check(saved, now, unbroken, worker_group(now.world))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_goes_on_at_every_grid(kind, dtype, grid, unbroken, worker_group):
+    saved = dataclasses.replace(SAVED, dtype=dtype, **KINDS[kind])
+    now = at(saved, grid)
+    check(saved, now, unbroken, worker_group(now.world))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grid", ["TP1", "PP4"])
+@pytest.mark.parametrize("dtypes", ["fp32 bf16", "bf16 fp32", "fp16 fp16", "fp16 fp32", "fp32 fp16", "bf16 fp16"])
+@pytest.mark.parametrize("kind", ["full", "bitfit"])
+def test_every_precision_goes_on_in_every_other(kind, dtypes, grid, unbroken, worker_group):
+    before, after = dtypes.split()
+    saved = dataclasses.replace(SAVED, dtype=before, **KINDS[kind])
+    now = at(saved, grid, dtype=after)
+    check(saved, now, unbroken, worker_group(now.world))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grid", ["TP1", "PP4", "DP2"])
+@pytest.mark.parametrize("kind", ["full", "bitfit"])
+def test_momentum_of_sgd_goes_along(kind, grid, unbroken, worker_group):
+    saved = dataclasses.replace(SAVED, optimizer="sgd", lr=0.2, **KINDS[kind])
+    now = at(saved, grid)
+    check(saved, now, unbroken, worker_group(now.world))
+
+
+def test_zero_stage_0_and_1_are_one(unbroken, worker_group):
+    """Optimizer state is sharded in either case, so the unbroken run goes on bit for bit."""
+    saved = dataclasses.replace(SAVED, bitfit=True, dtype="bf16")
+    folder, truth = unbroken(saved)
+    for rank, wanted in zip(worker_group(4).run(go_on, dataclasses.replace(saved, zero_stage=0), folder, 3), truth):
+        for key in ("digest", "losses", "norms", "eval", "counters"):
+            assert rank[key] == wanted[key], key
+
+
+def test_random_streams_start_anew_where_no_saved_one_belongs(unbroken, worker_group):
+    folder, _ = unbroken(SAVED)
+    now = at(SAVED, "TP2DP2")
+    first, again = (worker_group(4).run(streams_after, now, folder) for _ in range(2))
+    assert first == again
+    by_place = {rank["place"]: rank for rank in first}
+    for dp in (0, 1):  # as at any start: replicas draw alike, the private streams differ over TP
+        assert by_place[0, dp, 0]["default"] == by_place[0, dp, 1]["default"] == by_place[0, 0, 0]["default"]
+        assert by_place[0, dp, 0]["private"] != by_place[0, dp, 1]["private"]
+        assert by_place[0, dp, 1]["private"] == by_place[0, 0, 1]["private"]
+    at_start = worker_group(4).run(streams_of_a_start, now)
+    kept = worker_group(4).run(streams_after, SAVED, folder)
+    for stream in ("default", "private", "numpy", "python"):
+        drawn = {rank[stream] for rank in first}
+        assert not drawn & {rank[stream] for rank in [*at_start, *kept]}

@@ -14,6 +14,8 @@ from small_runs import Case, build_run, micro_batches, train_steps
 from megatron.bitfit import trainable
 from megatron.checkpoint import save
 from megatron.checkpoint.progress import Progress
+from megatron.mpu.context import build_context
+from megatron.mpu.random import seed_everything
 from megatron.mpu.tags import tag_of
 
 EVAL_STEP = 500
@@ -64,7 +66,17 @@ def _state(engine) -> dict:
 def streams_after(case: Case, folder: str) -> dict:
     """Hashes of all random streams after a resume."""
     context, _, _, _, streams = resumed(case, folder)
-    kind, keys, *_ = numpy.random.get_state()
+    return _streams(context, streams)
+
+
+def streams_of_a_start(case: Case) -> dict:
+    """Hashes of all random streams of a start with the seed that ``streams_after`` resumes with."""
+    context = build_context(case.tp, case.pp, case.world, torch.distributed.get_rank())
+    return _streams(context, seed_everything(case.seed + 1, context))
+
+
+def _streams(context, streams) -> dict:
+    _, keys, *_ = numpy.random.get_state()
     parts = {"python": repr(random.getstate()).encode(), "numpy": keys.tobytes(),
              "default": torch.get_rng_state().numpy().tobytes(), "private": streams.get_state().numpy().tobytes()}
     return {"place": (context.pp_rank, context.dp_rank, context.tp_rank),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,14 @@ import torch.distributed as dist
 from megatron.checkpoint import files
 from megatron.checkpoint.load_plan import LoadPlan
 from megatron.checkpoint.optimizer_shards import OptimizerShards, load_optimizer, publish_masters
-from megatron.checkpoint.progress import ARCHITECTURE_FLAGS, Progress, architecture, stored_architecture, trained_names
+from megatron.checkpoint.progress import (
+    ARCHITECTURE_FLAGS,
+    Progress,
+    architecture,
+    stored_architecture,
+    stored_arguments,
+    trained_names,
+)
 from megatron.config import BIAS_TERMS, Settings
 from megatron.errors import RunError
 from megatron.initialize import agree
@@ -52,14 +58,10 @@ def saved_degrees(stored: dict, folder: Path) -> tuple[int, int, int]:
 
     Raises RunError when neither it nor the names of the layer files tell.
     """
-    dims, arguments = stored.get("checkpoint_parallel_dimensions") or {}, _arguments(stored)
+    dims, arguments = stored.get("checkpoint_parallel_dimensions") or {}, stored_arguments(stored)
     tp = dims.get("tp_degree") or arguments.get("tensor_model_parallel_size") or files.tensor_parallel_degree(folder)
     pp = dims.get("pp_degree") or arguments.get("pipeline_model_parallel_size") or stored.get("mp_world_size", tp) // tp
     return tp, pp, stored.get("dp_world_size", 1)
-
-
-def _arguments(stored: dict) -> dict:
-    return vars(stored.get("args", argparse.Namespace()))
 
 
 def _other_architecture(stored: dict, plan: LoadPlan, settings: Settings) -> str | None:
@@ -163,7 +165,7 @@ def _progress(stored: dict) -> Progress:
     """Counters of our own record, else what older trainers keep in several places."""
     if "progress" in stored:
         return Progress(**stored["progress"])
-    arguments = _arguments(stored)
+    arguments = stored_arguments(stored)
     return Progress(iteration=stored.get("iteration", 0),
                     consumed_train_samples=arguments.get("consumed_train_samples") or 0,
                     consumed_train_tokens=stored.get("tokens") or 0,
