@@ -129,7 +129,7 @@ def _copy_hugging_face(changed: Stored, source: HuggingFaceFolder, part: Path) -
     used = {path.name for path in file_of.values()}
     used.add(INDEX if any(name.endswith(".safetensors") for name in used) else "pytorch_model.bin.index.json")
     for path in changed.folder.iterdir():
-        if path.is_file() and (path.name in used or not _WEIGHTS.fullmatch(path.name)):
+        if path.is_file() and path.name != UNDO and (path.name in used or not _WEIGHTS.fullmatch(path.name)):
             shutil.copyfile(path, part / path.name)
     pairs = {(pair.index, pair.name): pair for pair in source.stored.pairs()}
     pickled: dict[Path, dict[str, torch.Tensor]] = {}
