@@ -30,7 +30,7 @@ from megatron.initialize import agree
 from megatron.mpu.context import ParallelContext
 
 #: a folder right inside the one that ``latest`` lies in: no separators, no leading dot
-_TAG = re.compile(r"\w[\w.+=-]*")
+_TAG = re.compile(r"\w[\w.+=-]{0,199}", re.ASCII)
 #: what makes a folder a tag: weights per pipeline layer, or the state of a rank
 _PARTS = re.compile(r"(layer_\d+-model_\d+-model_states|mp_rank_\d+_model_states)\.pt")
 _TAIL = 64 * 2**10
