@@ -1,13 +1,21 @@
 """A run saved at some TP, PP, DP and precision goes on at others as if it had not been broken."""
 
 import dataclasses
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
+from resume_jobs import refusal
 from small_runs import VOCAB, Case, write_base
 from topology_jobs import go_on, save_and_go_on, streams_after, streams_of_a_start
+from worker_group import JobFailed
 
-from megatron.mpu.tags import unshard
+from megatron.checkpoint import files, manifest
+from megatron.checkpoint.optimizer_shards import MASTER, OptimizerShards
+from megatron.errors import RunError
+from megatron.mpu.context import ParallelContext
+from megatron.mpu.tags import ParamTag, tag_parameter, unshard
 
 SAVED = Case(tp=2, pp=2, optimizer="adam", lr=1e-2, decay="linear", weight_decay=0.1, hidden=48, heads=12)
 TERMS = ("query", "value", "mlp_intermediate", "layernorm")
@@ -164,3 +172,107 @@ def test_random_streams_start_anew_where_no_saved_one_belongs(unbroken, worker_g
     for stream in ("default", "private", "numpy", "python"):
         drawn = {rank[stream] for rank in first}
         assert not drawn & {rank[stream] for rank in [*at_start, *kept]}
+
+
+# --- what is read, and what is refused --------------------------------------------------------
+
+
+@pytest.fixture
+def copy_of(unbroken, tmp_path):
+    """A copy of the tag of the fully trained run, to be spoiled."""
+    folder, _ = unbroken(SAVED)
+    shutil.copytree(folder, tmp_path / "run")
+    (tmp_path / "run" / "global_step5" / manifest.NAME).unlink()
+    return tmp_path / "run" / "global_step5"
+
+
+def optimizer_file(tag: Path, mp_rank: int) -> Path:
+    return tag / f"zero_pp_rank_0_mp_rank_{mp_rank:02d}_optim_states.pt"
+
+
+def changed(path: Path, change) -> None:
+    state = files.read(path)
+    change(state)
+    torch.save(state, path)
+
+
+def vector(size: int) -> torch.nn.Parameter:
+    return tag_parameter(torch.nn.Parameter(torch.zeros(size)), ParamTag())
+
+
+def test_a_checkpoint_without_our_own_records_is_resumed(copy_of, unbroken, worker_group):
+    """Another DeepSpeed-based trainer keeps its counters in args, and no list of what trains."""
+    for rank in range(4):
+        changed(files.mp_rank_file(copy_of, rank), lambda state: [state.pop(key) for key in (
+            "progress", "architecture", "trainable_parameters", "bitfit", "bitfit_bias_terms",
+            "checkpoint_parallel_dimensions")])
+    seen, = worker_group(1).run(go_on, at(SAVED, "TP1"), str(copy_of.parent), 1)
+    truth = unbroken(SAVED)[1][0]
+    for key in ("progress", "counters", "schedule"):
+        assert seen[key] == truth[key]
+    assert seen["losses"] == pytest.approx(truth["losses"][:1], rel=1e-5)
+
+
+def test_the_older_list_form_of_optimizer_state_is_the_same(copy_of):
+    name, param = "5.self_attention.dense.bias", vector(48)
+    before = OptimizerShards(copy_of, 2, 2)
+    wanted = {key: before.share(name, key, param, ParallelContext()).clone() for key in (MASTER, *before.moments)}
+
+    def as_list(state):
+        inner = state["optimizer_state_dict"]
+        base = inner["base_optimizer_state"]
+        inner["base_optimizer_state"] = [{key: value for key, value in base["state"][group].items() if key != "step"}
+                                         for group in base["state"]]
+        inner["base_optimizer_state_step"] = 5
+
+    for mp_rank in range(4):
+        changed(optimizer_file(copy_of, mp_rank), as_list)
+    after = OptimizerShards(copy_of, 2, 2)
+    assert after.step == before.step == 5 and after.moments == before.moments == ("exp_avg", "exp_avg_sq")
+    for key, value in wanted.items():
+        assert value.any() and torch.equal(after.share(name, key, param, ParallelContext()), value)
+
+
+def test_copies_that_differ_over_tp_are_named_and_averaged_on_request(copy_of):
+    name, param = "5.self_attention.dense.bias", vector(48)
+
+    def spoil(state):
+        inner = state["optimizer_state_dict"]
+        at = inner["param_slice_mappings"][1][name].start
+        inner["base_optimizer_state"]["state"][1]["exp_avg"][at + 7] += 0.5
+
+    spoiled = OptimizerShards(copy_of, 2, 2)
+    good = spoiled.share(name, "exp_avg", param, ParallelContext()).clone()
+    changed(optimizer_file(copy_of, 3), spoil)  # TP rank 1 of the second stage
+    with pytest.raises(RunError, match=rf"exp_avg of {name}.*differ by up to 0.5.*--average-duplicated-parameters"):
+        OptimizerShards(copy_of, 2, 2).share(name, "exp_avg", param, ParallelContext())
+    averaging = OptimizerShards(copy_of, 2, 2, average=True)
+    mean = averaging.share(name, "exp_avg", param, ParallelContext())
+    assert mean[7] == pytest.approx(float(good[7]) + 0.25) and averaging.averaged.keys() == {f"exp_avg of {name}"}
+    # at the TP degree of the save every rank has its own copy back, drifted or not
+    kept = OptimizerShards(copy_of, 2, 2).share(name, "exp_avg", param, ParallelContext(tp_size=2, tp_rank=1))
+    assert kept[7] == pytest.approx(float(good[7]) + 0.5)
+
+
+@pytest.mark.parametrize("spoil, words", [
+    (lambda path: path.unlink(), "lacks the optimizer state of DP rank 0, model-parallel rank 2"),
+    (lambda path: path.write_bytes(path.read_bytes()[:1000]), "mp_rank_02_optim_states.pt cannot be read safely"),
+    (lambda path: changed(path, lambda state: state["optimizer_state_dict"].pop("param_slice_mappings")),
+     "mp_rank_02_optim_states.pt is no optimizer state that can be regrouped .*param_slice_mappings"),
+    (lambda path: changed(path, lambda state: [kept["step"].add_(1) for kept in
+                                               state["optimizer_state_dict"]["base_optimizer_state"]["state"].values()]),
+     "after 6.0 updates, other files of this tag exp_avg, exp_avg_sq after 5.0"),
+], ids=["missing", "cut", "no map", "other step"])
+def test_a_spoiled_optimizer_file_is_named(spoil, words, copy_of):
+    spoil(optimizer_file(copy_of, 2))
+    with pytest.raises(RunError, match=words):
+        OptimizerShards(copy_of, 2, 2)
+
+
+def test_another_optimizer_or_trainable_set_is_refused_at_any_degrees(unbroken, worker_group):
+    folder, _ = unbroken(SAVED)
+    alone = at(SAVED, "TP1")
+    said, = worker_group(1).run(refusal, dataclasses.replace(alone, bitfit=True), folder)
+    assert "full training" in said and "--bitfit" in said and "3.input_layernorm.weight trained there alone" in said
+    with pytest.raises(JobFailed, match="exp_avg, exp_avg_sq of each parameter, --optimizer sgd needs momentum_buffer"):
+        worker_group(1).run(go_on, dataclasses.replace(alone, optimizer="sgd"), folder, 1)
