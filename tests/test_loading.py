@@ -248,7 +248,7 @@ def test_ranks_that_see_other_files_stop_together(worker_group, tmp_path):
     group = worker_group(2)
     for flags in (dict(load="run"), dict(save="run")):
         assert group.run(what_all_say, views[None], flags) == ["run global_step5"] * 2
-    answers = group.run(all_views, views)
+    answers = group.run(all_views, views, dict(load="run"))
     for change, said in answers[0].items():
         assert said == answers[1][change]
         if change is not None:
@@ -257,5 +257,46 @@ def test_ranks_that_see_other_files_stop_together(worker_group, tmp_path):
     assert "1 files of" in answers[0]["a file less"]
 
 
-def all_views(views):
-    return {change: what_all_say(folders, dict(load="run")) for change, folders in views.items()}
+def complete(folder: Path, tag: str, sequence: int) -> None:
+    """Give a tag the manifest of its files."""
+    path = tag_in(folder, tag, weights=bytes(100 * [sequence])) / tag
+    entries = tuple(manifest.Entry(file.name, file.stat().st_size, manifest.crc32_of(file)) for file in sorted(path.iterdir()))
+    manifest.write(path, manifest.Manifest(sequence, "r", sequence, {}, "fp32", entries))
+
+
+def test_ranks_share_the_reading_of_checksums(worker_group, tmp_path):
+    views = {}
+    for name in ("layer_01-model_00-model_states.pt", "mp_rank_00_model_states.pt", None):
+        root = tmp_path / str(name)
+        for sequence, tag in enumerate(("global_step5", "global_step7"), start=1):
+            complete(root / "run", tag, sequence)
+        if name:
+            path = root / "run" / "global_step7" / name
+            path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
+        views[name] = [str(root)] * 2
+    group = worker_group(2)
+    for verify, damaged in ((False, "global_step7"), (True, "global_step5")):
+        for said in group.run(all_views, views, dict(save="run", verify_checkpoint=verify)):
+            assert said == {name: f"run {damaged if name else 'global_step7'}" for name in views}
+    for said in group.run(all_views, views, dict(load="run", verify_checkpoint=True)):
+        assert said.pop(None) == "run global_step7"
+        for name, sentence in said.items():
+            assert sentence.startswith("refused: --load run: global_step7 is damaged") and name in sentence and "checksum" in sentence
+
+
+def test_a_latest_that_names_nothing_stops_a_base_and_not_a_resume(tmp_path):
+    root = tmp_path / "run"
+    complete(root, "global_step5", 1)
+    (root / "latest").write_text("global_step9")
+    for config in (CheckpointConfig(save=str(root)), CheckpointConfig(load=str(root), save=str(root))):
+        plan = plan_load(config)
+        assert plan.resume and plan.tag == "global_step5" and "names global_step9" in plan.warning
+    with pytest.raises(RunError, match="names global_step9.*tags there: global_step5"):
+        plan_load(CheckpointConfig(load=str(root), allow_fresh_start=True))
+    with pytest.raises(RunError, match="names global_step9"):
+        plan_load(CheckpointConfig(load=str(root), save=str(root)), eval_only=True)
+
+
+def all_views(views: dict, flags: dict) -> dict:
+    """Job: what all say of each set of folders."""
+    return {name: what_all_say(folders, flags) for name, folders in views.items()}

@@ -31,8 +31,9 @@ from megatron.mpu.context import ParallelContext
 
 #: a folder right inside the one that ``latest`` lies in: no separators, no leading dot
 _TAG = re.compile(r"\w[\w.+=-]{0,199}", re.ASCII)
-#: what makes a folder a tag: weights per pipeline layer, or the state of a rank
-_PARTS = re.compile(r"(layer_\d+-model_\d+-model_states|mp_rank_\d+_model_states)\.pt")
+_DELTA = "delta.safetensors"
+#: what makes a folder a tag: weights per pipeline layer, the state of a rank, or biases alone
+_PARTS = re.compile(r"(layer_\d+-model_\d+-model_states|mp_rank_\d+_model_states)\.pt|" + re.escape(_DELTA))
 _TAIL = 64 * 2**10
 
 
@@ -134,6 +135,8 @@ def _unused(config: CheckpointConfig, own: _Found) -> str:
     elif _same(str(Path(config.load).parent), config.save) and _is_tag(Path(config.load)):
         raise RunError(f"--load {config.load} is a tag of this run, which would go on from {own.tag}; to go back to it, "
                        f"write {Path(config.load).name} into {Path(config.save) / files.LATEST}, or --save elsewhere")
+    elif (Path(own.folder) / own.tag / _DELTA).exists():
+        base = f"; the weights that do not train come from its base, --load {config.load}"
     else:
         base = f"; --load {config.load} was its base and is not read again"
     spent = [flag for flag, given in (("--finetune", config.finetune), ("--no-load-optim", not config.load_optim),
