@@ -1,6 +1,8 @@
 """Write a checkpoint in another form: at another TP degree, or from and to other programs' layouts.
 
     python tools/convert_checkpoint.py reshape --load RUN --save NEW --target-tp 2
+    python tools/convert_checkpoint.py from-hf --load HF_FOLDER --save NEW
+    python tools/convert_checkpoint.py to-hf --load RUN --save HF_FOLDER
 """
 
 from __future__ import annotations
@@ -50,9 +52,11 @@ def run_reshape(options: argparse.Namespace) -> list[str]:
 
 def parse(argv=None) -> argparse.Namespace:
     """The command line; ``run`` of the result is the function to call with it."""
+    from megatron.checkpoint import hugging_face_commands
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
-    for add in (add_reshape,):
+    for add in (add_reshape, hugging_face_commands.add_from_hf, hugging_face_commands.add_to_hf):
         add(commands)
     return parser.parse_args(argv)
 

@@ -136,11 +136,11 @@ class HuggingFaceFolder(WeightSource):
         """
         self.folder = Path(folder)
         self.where = str(folder)
-        self.stored = read_config(folder)
-        self.num_layers = self.stored.model.num_layers
+        self.config = read_config(folder)
+        self.num_layers = self.config.model.num_layers
         self.files = TensorFiles(self.folder)
         self.layers: dict[int, list[NamePair]] = {}
-        for pair in self.stored.pairs():
+        for pair in self.config.pairs():
             self.layers.setdefault(pair.index, []).append(pair)
         names = {name.removeprefix(PREFIX): name for name in self.files.file_of}
         if twice := sorted(self.files.file_of.keys() - names.values()):
@@ -149,10 +149,10 @@ class HuggingFaceFolder(WeightSource):
                              for pairs in self.layers.values() for pair in pairs}
         self._head = names.pop(HEAD, None)
         if missing := [name for name, there in self._stored_name.items() if there is None]:
-            raise RunError(f"{folder} lacks {_some(missing)} of a {self.stored.kind} model with {self.num_layers} layers")
-        ignored = _BUFFERS if self.stored.kind == "gpt2" else re.compile("$^")
+            raise RunError(f"{folder} lacks {_some(missing)} of a {self.config.kind} model with {self.num_layers} layers")
+        ignored = _BUFFERS if self.config.kind == "gpt2" else re.compile("$^")
         if unknown := [name for short, name in names.items() if not ignored.fullmatch(short)]:
-            raise RunError(f"{folder} holds {_some(unknown)}, which a {self.stored.kind} model with {self.num_layers} "
+            raise RunError(f"{folder} holds {_some(unknown)}, which a {self.config.kind} model with {self.num_layers} "
                            "layers does not have")
 
     def layer(self, index: int, tags: Mapping[str, ParamTag]) -> dict[str, torch.Tensor]:
@@ -164,14 +164,14 @@ class HuggingFaceFolder(WeightSource):
         found = {}
         for pair in pairs:
             tensor = read.pop(there[pair.hf_name])
-            shape = shape_there(pair, self.stored.model, self.stored.rows)
+            shape = shape_there(pair, self.config.model, self.config.rows)
             if tuple(tensor.shape) != shape or not tensor.is_floating_point():
                 raise RunError(f"{there[pair.hf_name]} in {self.files.file_of[there[pair.hf_name]]} is {tensor.dtype} of shape "
                                f"{tuple(tensor.shape)}; by {CONFIG} it should hold floating point numbers of shape {shape}")
             if pair.layout == VOCABULARY and self._head:
                 self._check_head(there[pair.hf_name], tensor)
             # the table as it is: whoever asks adds or drops padding
-            found[pair.name] = tensor if pair.layout == VOCABULARY else from_hugging_face(pair, tensor, self.stored.model)
+            found[pair.name] = tensor if pair.layout == VOCABULARY else from_hugging_face(pair, tensor, self.config.model)
         return found
 
     def described(self, index: int) -> str:

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from megatron.checkpoint import files
 from megatron.checkpoint.convert import write_layer_folder
 from megatron.checkpoint.hugging_face import (
     CONFIG,
@@ -23,8 +22,15 @@ from megatron.checkpoint.hugging_face import (
 )
 from megatron.checkpoint.hugging_face_files import ShardWriter
 from megatron.checkpoint.layer_tags import layer_kind, layer_order, layer_tags
-from megatron.checkpoint.progress import ARCHITECTURE_FLAGS, architecture
-from megatron.checkpoint.sources import WeightSource, open_source
+from megatron.checkpoint.load_plan import plan_load
+from megatron.checkpoint.progress import (
+    ARCHITECTURE_FLAGS,
+    architecture,
+    stored_architecture,
+    stored_arguments,
+    stored_vocabulary,
+)
+from megatron.checkpoint.sources import WeightSource, averaged_lines, open_source
 from megatron.config import CheckpointConfig, ModelConfig
 from megatron.errors import RunError
 from megatron.model.hf_names import VOCABULARY, to_hugging_face
@@ -83,7 +89,7 @@ def from_folder(folder: str | Path, target: str | Path, *, tp: int = 1, dtype: s
     if not is_hugging_face(folder):
         raise RunError(f"{folder} is no Hugging Face folder: it has no {CONFIG}")
     source = HuggingFaceFolder(folder)
-    stored = source.stored
+    stored = source.config
     if pad_to is not None and pad_to < stored.rows:
         raise RunError(f"--pad-vocab-size-to {pad_to} is smaller than the {stored.rows} rows of the word table in {folder}")
     rows = padded_vocab_size(stored.rows, tp=tp, divisible_by=divisible_by, pad_to=pad_to)
@@ -140,17 +146,8 @@ class Exported:
     files: tuple[str, ...]
     carried: tuple[str, ...]
     """tokenizer and generation files"""
-
-
-def find_tag(checkpoint: str | Path) -> Path:
-    """The folder with the weights: ``checkpoint`` itself, or the tag in it that its ``latest`` names."""
-    folder = Path(checkpoint)
-    if not folder.is_dir():
-        raise RunError(f"{checkpoint} is no folder")
-    tag = files.latest_tag(folder)
-    if tag and not (folder / tag).is_dir():
-        raise RunError(f"{checkpoint}: its file 'latest' names {tag}, but there is no such folder in it")
-    return folder / tag if tag else folder
+    notes: tuple[str, ...]
+    """what the user should hear about the checkpoint"""
 
 
 def to_folder(checkpoint: str | Path, target: str | Path, *, base: str | Path | None = None,
@@ -169,15 +166,16 @@ def to_folder(checkpoint: str | Path, target: str | Path, *, base: str | Path | 
     target = Path(target)
     if target.exists():
         raise RunError(f"{target} exists already; give a new folder")
-    folder = find_tag(checkpoint)
-    source = open_source(folder, config)
+    config = replace(config or CheckpointConfig(), load=str(checkpoint))
+    plan = plan_load(config)
+    folder, source = plan.path, open_source(plan.path, config)
     base = _base_of(folder, base)
-    state = _state(folder, config)
+    state = _state(source)
     model, kind = _model(folder, state, base)
     if source.num_layers != model.num_layers:
         raise RunError(f"{folder} holds {source.num_layers} layers, {base or 'its state file'} describes {model.num_layers}")
     pairs = StoredConfig(kind, model, 0, {}).pairs()
-    true_sizes = {base and read_config(base).rows, _true_size(state)}
+    true_sizes = {base and read_config(base).rows, stored_vocabulary(state)}
     part = target.with_name(target.name + ".part")
     shutil.rmtree(part, ignore_errors=True)  # of a conversion that was killed
     writer = ShardWriter(part, [pair.hf_name for pair in pairs], max_shard_bytes)
@@ -199,9 +197,9 @@ def to_folder(checkpoint: str | Path, target: str | Path, *, base: str | Path | 
                 tensor = convert_dtype(pair.hf_name, to_hugging_face(pair, tensor, model, keep_padding=True), dtype)
                 writer.add(pair.hf_name, tensor)
                 parameters += tensor.numel()
-            if tensors:
-                raise RunError(f"{source.described(index)} holds {', '.join(sorted(tensors)[:3])}, for which "
-                               f"{CLASSES[kind]} has no place")
+            # older trainers keep buffers of attention beside its parameters
+            if unknown := sorted(name for name in tensors if not name.startswith("self_attention.")):
+                raise RunError(f"{source.described(index)} holds {', '.join(unknown[:3])}, for which {CLASSES[kind]} has no place")
         written = writer.close()
         stored_dtype = vocabulary_dtype if dtype == "keep" else DTYPES[dtype]
         carried = _write_rest(part, base, state, model, kind, rows, stored_dtype)
@@ -214,7 +212,8 @@ def to_folder(checkpoint: str | Path, target: str | Path, *, base: str | Path | 
         raise
     return Exported(kind=kind, parameters=parameters, bytes=writer.total_bytes, rows=rows,
                     dropped_rows=stored_rows - rows, files=tuple(path.name for path in written),
-                    carried=tuple(name for name in carried if name != CONFIG))
+                    carried=tuple(name for name in carried if name != CONFIG),
+                    notes=(*([plan.warning] if plan.warning else []), *averaged_lines(source.averaged)))
 
 
 def _base_of(folder: Path, base: str | Path | None) -> Path | None:
@@ -226,40 +225,34 @@ def _base_of(folder: Path, base: str | Path | None) -> Path | None:
     return next((place for place in places if is_hugging_face(place)), None)
 
 
-def _state(folder: Path, config: CheckpointConfig | None) -> dict:
-    """The state file of a tag; {} where there is none that can be read."""
+def _state(source: WeightSource) -> dict:
+    """The state file beside the weights; {} where there is none that can be read: the tensors can all the same."""
     try:
-        state = files.read(files.mp_rank_file(folder, 0), trust=config is not None and config.trust_checkpoint)
+        return source.stored()
     except RunError:
         return {}
-    return state if isinstance(state, dict) else {}
-
-
-def _true_size(state: dict) -> int | None:
-    info = state.get("checkpoint_info")
-    return info.get("original_vocab_size") if isinstance(info, dict) else None
 
 
 def _model(folder: Path, state: dict, base: Path | None) -> tuple[ModelConfig, str]:
     """Architecture of the stored model and bloom or gpt2."""
-    stored = _stored_architecture(state)
+    stored = {name: value for name, value in stored_architecture(state).items() if name in _TOLD}
     if base is not None:
         theirs = read_config(base)
         for name, value in architecture(theirs.model).items():
-            if name != "vocab_size" and stored.get(name, value) != value:
+            if stored.get(name, value) != value:
                 raise RunError(f"{folder} holds a model with {name} {stored[name]}, {base / CONFIG} describes one with {value}; "
                                "give --base with the Hugging Face folder that it was made from")
         return theirs.model, theirs.kind
-    if not stored:
-        raise RunError(f"{folder} does not say what model it holds; give --base with a Hugging Face folder of the "
-                       "same architecture")
-    lengths = {name: getattr(state.get("args"), name, None) or 2048 for name in ("seq_length", "max_position_embeddings")}
+    if silent := [name for name in _TOLD if name not in stored]:
+        raise RunError(f"{folder} does not tell the {', '.join(silent)} of its model; give --base with a Hugging Face folder "
+                       "of the same architecture")
+    lengths = {name: stored_arguments(state).get(name) or 2048 for name in ("seq_length", "max_position_embeddings")}
     kinds = {"alibi": "bloom", "absolute": "gpt2"}
     if stored["position_embedding_type"] not in kinds:
         raise RunError(f"{folder} holds a model with {stored['position_embedding_type']} positions, which neither BLOOM "
                        "(alibi) nor GPT-2 (absolute) has")
     kind = kinds[stored["position_embedding_type"]]
-    model = ModelConfig(**{name: value for name, value in stored.items() if name != "vocab_size"}, **lengths)
+    model = ModelConfig(**stored, **lengths)
     try:
         StoredConfig(kind, model, 0, {}).pairs()
     except ValueError as error:
@@ -267,12 +260,8 @@ def _model(folder: Path, state: dict, base: Path | None) -> tuple[ModelConfig, s
     return model, kind
 
 
-def _stored_architecture(state: dict) -> dict:
-    """Settings of the network in a state file; {} where it does not hold all of them."""
-    stored = state.get("architecture")
-    if isinstance(stored, dict) and stored.keys() >= ARCHITECTURE_FLAGS.keys() - {"vocab_size"}:
-        return {name: stored[name] for name in ARCHITECTURE_FLAGS if name in stored}
-    return {}
+#: settings a model can be described from; the vocabulary's size shows in its table
+_TOLD = [name for name in ARCHITECTURE_FLAGS if name != "vocab_size"]
 
 
 def _kept_rows(stored: int, true_sizes: set[int | None], keep_padding: bool) -> int:
@@ -319,9 +308,8 @@ def _trained_tokenizer(state: dict):
     """Settings of the tokenizer the run was started with, where its files are still there."""
     from megatron.config import TokenizerConfig
 
-    args = state.get("args")
     names = ("tokenizer_type", "tokenizer_name_or_path", "vocab_file", "merge_file")
-    found = {name: value for name in names if (value := getattr(args, name, None))}
+    found = {name: value for name in names if (value := stored_arguments(state).get(name))}
     paths = [found[name] for name in names[1:] if name in found]
     return TokenizerConfig(**found) if paths and all(Path(path).exists() for path in paths) else None
 

@@ -1,7 +1,7 @@
 """Tensors in the files of a Hugging Face folder, one at a time: reading any of their layouts, writing shards.
 
-Reading never maps more than one file at a time and copies what it returns, so that memory
-follows what the caller holds and not the size of the files.
+Files are mapped and not read: a tensor takes memory when it is used, and gives it back when the
+caller lets go of all that came with it.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class TensorFiles:
             return list(file.keys())
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Copies of the tensors ``names``, as stored. RunError for a damaged file or a wrong index."""
+        """The tensors ``names`` as stored, mapped from their files. RunError for a damaged file or a wrong index."""
         by_file: dict[Path, list[str]] = {}
         for name in names:
             by_file.setdefault(self.file_of[name], []).append(name)
@@ -80,11 +80,11 @@ class TensorFiles:
             if path.suffix == ".bin":
                 stored = self._load_bin(path)
                 for name in wanted:
-                    found[name] = _stored(stored, name, path).clone(memory_format=torch.contiguous_format)
+                    found[name] = _stored(stored, name, path)
             else:
                 with _opened(path) as file:
                     for name in wanted:
-                        found[name] = _guarded(path, lambda file=file, name=name: file.get_tensor(name).clone())
+                        found[name] = _guarded(path, lambda file=file, name=name: file.get_tensor(name))
         return found
 
     def rows(self, name: str) -> Iterator[torch.Tensor]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron.checkpoint import files
+from megatron.checkpoint.hugging_face import unfit
 from megatron.checkpoint.load_plan import LoadPlan
 from megatron.checkpoint.optimizer_shards import OptimizerShards, load_optimizer, publish_masters
 from megatron.checkpoint.progress import (
@@ -34,6 +35,13 @@ def check_stored(plan: LoadPlan, settings: Settings, context: ParallelContext) -
     alone are a base). Every rank raises when one of them refuses.
     """
     problem, stored, trust = None, {}, settings.checkpoint.trust_checkpoint
+    if plan.tag is None:  # a Hugging Face folder: its config.json says what it holds
+        try:
+            problem = unfit(plan.path, settings.model)
+        except RunError as error:
+            problem = str(error)
+        agree(context, problem)
+        return {}
     try:
         stored = files.read(files.mp_rank_file(plan.path, 0), trust=trust)
         problem = _other_architecture(stored, plan, settings)
