@@ -55,8 +55,7 @@ def write_layer_folder(target: str | Path, tag: str, source: WeightSource, shape
             tensors = source.layer(index, of_layer)
             _check_layer(tensors, of_layer, source.described(index))
             for rank in range(tp):
-                share = {name: _share(name, tensors, of_layer, shape, rank, tp, dtype)
-                         for name in (*of_layer, *(tensors.keys() - of_layer.keys()))}
+                share = {name: _share(name, tensors, of_layer, shape, rank, tp, dtype) for name in tensors}
                 _write(files.layer_file(part, NUMBERS[layout].of(index, shape.num_layers), rank), share)
             del tensors, share
         for rank in range(tp):

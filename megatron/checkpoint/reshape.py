@@ -27,6 +27,8 @@ def reshape(load: str, save: str, *, tp: int, dtype: str | None = None, layout: 
     ``heads`` and ``vocab_size`` are for checkpoints whose state file does not tell them. Returns
     what was done, as lines. Raises RunError, leaving nothing, when it cannot be.
     """
+    if tp < 1:
+        raise RunError(f"the target TP degree of {tp} must be at least 1")
     allowed = CheckpointConfig(load=load, trust_checkpoint=trust, average_duplicated_parameters=average)
     plan = plan_load(allowed)
     source = open_source(plan.path, allowed)
