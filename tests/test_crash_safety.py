@@ -12,16 +12,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_lines import TINY, refusal
 from forked import run_ranks
 from launching import ROOT, _environment, free_port, training_lines
+from small_runs import Case, settings_of
 from tiny_data import small_model_flags
 
-from megatron.checkpoint import files, manifest
+from megatron.checkpoint import files, manifest, save
 from megatron.checkpoint.load_plan import plan_load
 from megatron.checkpoint.manifest import crc32_of, newest_valid_tag, usable_tag
 from megatron.checkpoint.writer import TagWriter
 from megatron.config import CheckpointConfig
 from megatron.errors import RunError
+from megatron.mpu.context import ParallelContext
 
 LENGTH = 6
 
@@ -403,6 +406,27 @@ def test_a_background_writer_writes_the_state_of_the_call(tmp_path, monkeypatch)
     assert (tmp_path / "later.pt").read_bytes() == (tmp_path / "now.pt").read_bytes()
     assert [(each.bytes, each.crc32) for each in entries] == [
         (now_entry.bytes, now_entry.crc32), (5, f"{plain_crc32(b'delta'):08x}")]
+
+
+def test_rank_0_waits_for_files_of_other_nodes_and_says_when_they_never_come(tmp_path, monkeypatch):
+    saver = save.Saver(settings_of(Case(save=str(tmp_path))), ParallelContext())
+    (tmp_path / "global_step3.part").mkdir()
+    pending = save._Pending("global_step3", 3, TagWriter(), 0.0, torch.device("cpu"))
+    waited = []
+    monkeypatch.setattr("time.sleep", waited.append)
+    entries = [manifest.Entry("layer_03-model_00-model_states.pt", 4, "00000000")]
+    with pytest.raises(RunError, match="layer_03.*missing.*file system that all ranks share"):
+        saver._publish(pending, entries)
+    assert sum(waited) == sum(save.NETWORK_DELAYS) and not (tmp_path / "latest").exists()
+    monkeypatch.setattr("time.sleep", lambda seconds: seconds == 4 and (
+        tmp_path / "global_step3.part" / entries[0].name).write_text("late"))
+    saver._publish(pending, entries)
+    assert usable_tag(tmp_path) == ("global_step3", None)
+
+
+@pytest.mark.parametrize("flag", ["--keep-last 2", "--async-save"])
+def test_flags_about_saving_need_a_folder_to_save_to(flag, capsys):
+    assert f"{flag} concerns what is saved; give --save too" in refusal(capsys, f"{TINY} {flag}")
 
 
 def test_an_asynchronous_save_writes_the_files_of_a_synchronous_one(jobs, unbroken, tmp_path):

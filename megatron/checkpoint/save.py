@@ -26,6 +26,9 @@ from megatron.initialize import agree
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.random import capture_rng_state
 
+#: seconds after which rank 0 looks again for files of other nodes: network file systems cache what a folder holds
+NETWORK_DELAYS = (1, 4, 15, 40)
+
 
 @dataclass
 class _Pending:
@@ -149,25 +152,29 @@ class Saver:
             iteration=pending.iteration, run=self._run, degrees=degrees, dtype=self.settings.model.params_dtype,
             sequence=1 + max((each.sequence for _, each in known if each), default=0),
             files=tuple(sorted(entries, key=lambda entry: entry.name))))
-        if wrong := manifest.damage(part):
+        for wait in (0, *NETWORK_DELAYS):
+            time.sleep(wait)
+            if (wrong := manifest.damage(part)) is None:
+                break
+        else:
             raise RunError(f"{wrong}; --save must be on a file system that all ranks share")
         files.replace_folder(part, self.folder / pending.tag)
         files.write_text(self.folder / files.LATEST, pending.tag)
 
     def _remove_older(self) -> None:
         """Remove what ``--keep-last`` does not keep: complete tags of this run, and of no other."""
-        removed = _named(self.folder, r"\.global_step\d+\.old")  # of a removal that was killed
-        for path in removed:
-            shutil.rmtree(path, ignore_errors=True)
-        if self.settings.checkpoint.keep_last is None:
-            return
-        valid = [tag for tag, each in manifest.tags_with_manifest(self.folder)
-                 if each and each.run == self._run and manifest.damage(self.folder / tag) is None]
-        for tag in valid[max(1, self.settings.checkpoint.keep_last):]:
-            try:
+        keep = self.settings.checkpoint.keep_last
+        try:
+            for leftover in _named(self.folder, r"\.global_step\d+\.old"):  # of a removal that was killed
+                shutil.rmtree(leftover)
+            if keep is None:
+                return
+            valid = [tag for tag, each in manifest.tags_with_manifest(self.folder)
+                     if each and each.run == self._run and manifest.damage(self.folder / tag) is None]
+            for tag in valid[max(1, keep):]:
                 files.remove_folder(self.folder / tag)
-            except OSError as error:
-                print(f"warning: --keep-last: {self.folder / tag} could not be removed ({error})", flush=True)
+        except OSError as error:
+            print(f"warning: an older checkpoint could not be removed ({error})", flush=True)
 
     def _failure(self, tag: str, what: str) -> str:
         free = shutil.disk_usage(self.folder).free if self.folder.is_dir() else 0
