@@ -1,7 +1,7 @@
 """Processes that start warm: forked from one server that has imported torch and the trainer already.
 
-A fresh interpreter spends some five seconds of a core on imports, which is more than most
-tests need altogether. The server itself runs nothing but the imports and has no threads, so a
+A fresh interpreter spends some seven seconds of a core on imports until its first optimizer is
+built, which is more than most tests need altogether. The server itself runs nothing but the imports and has no threads, so a
 fork of it is as good as a fresh process.
 """
 
@@ -15,13 +15,19 @@ import time
 from multiprocessing.connection import wait
 from pathlib import Path
 
-PRELOADED = ["torch", "deepspeed", "megatron.training", "megatron.engine", "small_runs"]
+#: the last two are what building an optimizer and an engine import when first done
+PRELOADED = ["pytest", "torch", "deepspeed", "megatron.training", "megatron.engine", "small_runs", "torch._dynamo",
+             "deepspeed.runtime.zero.muon.original_muon"]
+TESTS = Path(__file__).parent
 #: seconds the other ranks get to end by themselves once one has failed
 GRACE = 10.0
 
 
 def warm_context():
     """The multiprocessing context whose processes are forked from the warm server."""
+    # before Python 3.13 the server does not get this process's sys.path, and leaves out in silence what it misses
+    known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([str(TESTS.parent), str(TESTS), *filter(None, known)]))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context

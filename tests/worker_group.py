@@ -30,7 +30,7 @@ START_TIMEOUT = 180.0
 GRACE = 1.0
 #: jobs after which a group starts afresh: the engines of each leave some twenty process groups
 #: behind, whose gloo threads wake up all the time and take the cores from everybody else
-JOBS_PER_START = 4
+JOBS_PER_START = 3
 
 
 def free_port() -> int:
