@@ -39,7 +39,7 @@ class Jobs:
         self._number = 0
 
     def run(self, folder: Path, *more: str, ranks: int = 1, iterations: int = LENGTH, crashes: dict | None = None,
-            timeout: float = 120) -> tuple[list[int], str]:
+            timeout: float = 400) -> tuple[list[int], str]:
         """Exit codes and output; ``crashes`` maps a rank to what happens in a save of its."""
         self._number += 1
         logs = self.scratch / f"job{self._number}"
