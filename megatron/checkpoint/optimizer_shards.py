@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -56,12 +56,15 @@ class _Parameter:
 class OptimizerShards:
     """All optimizer files of the tag folder ``folder``, written at TP ``tp_size`` and PP ``pp_size``.
 
-    With ``trust`` files may run code, with ``average`` copies that differ over TP are averaged. Raises RunError naming the file when one is missing, damaged or does not say which parameters
+    With ``trust`` files may run code, with ``average`` copies that differ over TP are averaged.
+    ``our_name`` turns names of a trainer that numbers its layers otherwise into ours. Raises RunError naming the file when one is missing, damaged or does not say which parameters
     it holds.
     """
 
-    def __init__(self, folder: Path, tp_size: int, pp_size: int, *, trust: bool = False, average: bool = False) -> None:
+    def __init__(self, folder: Path, tp_size: int, pp_size: int, *, trust: bool = False, average: bool = False,
+                 our_name: Callable[[str], str] = str) -> None:
         self.folder, self.tp_size, self.pp_size = folder, tp_size, pp_size
+        self._our_name = our_name
         self.moments: tuple[str, ...] = ()
         """names of the moments; () when no step was made before the save"""
         self.step: float | None = None
@@ -95,6 +98,7 @@ class OptimizerShards:
         for (tensors, step), by_name in zip(groups, slices, strict=True):
             self._agree(path, tuple(sorted(tensors.keys() - {MASTER})), step)
             for name, address in by_name.items():
+                name = self._our_name(name)
                 known = self._parameters.setdefault(name, _Parameter(stage))
                 if name == _ANCHOR:
                     del self._parameters[name]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron.checkpoint import files
+from megatron.checkpoint import files, layouts
 from megatron.checkpoint.hugging_face import unfit
 from megatron.checkpoint.load_plan import LoadPlan
 from megatron.checkpoint.optimizer_shards import OptimizerShards, load_optimizer, publish_masters
@@ -23,6 +24,7 @@ from megatron.checkpoint.progress import (
 from megatron.config import BIAS_TERMS, Settings
 from megatron.errors import RunError
 from megatron.initialize import agree
+from megatron.model.numbering import FINAL_NORM, FIRST_BLOCK
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.random import RandomStreams, restore_rng_state, seed_everything
 
@@ -111,7 +113,23 @@ def _open_shards(plan: LoadPlan, stored: dict, settings: Settings) -> OptimizerS
     tp, pp, _ = saved_degrees(stored, plan.path)
     allowed = settings.checkpoint
     return OptimizerShards(plan.path, tp, pp, trust=allowed.trust_checkpoint,
-                           average=allowed.average_duplicated_parameters)
+                           average=allowed.average_duplicated_parameters,
+                           our_name=functools.partial(_our_name, _numbers(plan.path, allowed.trust_checkpoint)))
+
+
+def _numbers(folder: Path, trust: bool) -> dict[str, int]:
+    """Numbers in names of parameters -> ours, where the layer files of ``folder`` carry another trainer's."""
+    if not any(folder.glob("layer_*-model_*-model_states.pt")):
+        return {}  # a bias delta of ours
+    source = layouts.LayerFolder(folder, trust=trust)
+    numbers = layouts.NUMBERS[source.layout]
+    blocks = range(FIRST_BLOCK, FIRST_BLOCK + source.num_layers)
+    return {str(numbers.of(index, source.num_layers)): index for index in (*blocks, blocks.stop + FINAL_NORM - FIRST_BLOCK)}
+
+
+def _our_name(numbers: dict[str, int], name: str) -> str:
+    layer, _, rest = name.partition(".")
+    return f"{numbers[layer]}.{layouts.current_name(rest)}" if layer in numbers else name
 
 
 def _trained_anywhere(model, context: ParallelContext) -> frozenset[str]:
