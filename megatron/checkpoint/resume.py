@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from megatron.checkpoint.progress import (
     stored_arguments,
     trained_names,
 )
+from megatron.checkpoint.sources import averaged_lines
 from megatron.config import BIAS_TERMS, Settings
 from megatron.errors import RunError
 from megatron.initialize import agree
@@ -164,7 +165,11 @@ def resume(engine, plan: LoadPlan, stored: dict, streams, settings: Settings, co
         engine.lr_scheduler.load_state_dict(stored["lr_scheduler"])
         problem = None
         try:
-            load_optimizer(engine.optimizer, engine.module, _open_shards(plan, stored, settings), context)
+            shards = _open_shards(plan, stored, settings)
+            load_optimizer(engine.optimizer, engine.module, shards, context)
+            if context.tp_rank == context.dp_rank == 0:
+                for line in averaged_lines(shards.averaged or {}):
+                    print(line, flush=True)
         except RunError as error:
             problem = str(error)
         agree(context, problem)
@@ -174,17 +179,30 @@ def resume(engine, plan: LoadPlan, stored: dict, streams, settings: Settings, co
         engine.global_samples = stored.get("global_samples", engine.global_steps * engine.train_batch_size())
         engine.skipped_steps = stored.get("skipped_steps", 0)
     progress = _progress(stored) if plan.progress else Progress()
-    now, saved = (context.tp_size, context.pp_size), saved_degrees(stored, plan.path) if stored else None
-    if plan.rng and "torch_rng_state" in stored:
-        if saved[:2] == now:
-            restore_rng_state(stored, streams)
-        else:
-            restart_streams(settings.train.seed, stored.get("iteration", 0), context, streams)
-            if context.rank == 0:
-                print(f"saved at TP {saved[0]}, PP {saved[1]}, now TP {now[0]}, PP {now[1]}: random streams start anew from "
-                      f"--seed {settings.train.seed} and iteration {stored.get('iteration', 0)}; dropout differs from "
-                      "that of the unbroken run, the order of the data does not", flush=True)
+    saved = saved_degrees(stored, plan.path) if stored else None
+    anew = plan.rng and "torch_rng_state" in stored and saved[:2] != (context.tp_size, context.pp_size)
+    if anew:
+        restart_streams(settings.train.seed, stored.get("iteration", 0), context, streams)
+    elif plan.rng and "torch_rng_state" in stored:
+        restore_rng_state(stored, streams)
+    if context.rank == 0 and (plan.resume or plan.rng):
+        for line in _what_changed(saved, context, settings, stored.get("iteration", 0) if anew else None):
+            print(line, flush=True)
     return progress
+
+
+def _what_changed(saved: tuple[int, int, int], context: ParallelContext, settings: Settings,
+                  anew_at: int | None) -> Iterator[str]:
+    """Lines about a resume at other degrees: what is not as in the unbroken run."""
+    now = context.tp_size, context.pp_size, context.dp_size
+    if saved != now:
+        yield f"saved at TP, PP, DP = {saved}, going on at {now}: what is loaded is the same, cut otherwise"
+    if anew_at is not None:
+        yield (f"  random streams start anew from --seed {settings.train.seed} and iteration {anew_at}: dropout differs "
+               "from that of the unbroken run")
+    if saved[2] != context.dp_size and settings.data.dataloader_type == "cyclic":
+        yield ("  --dataloader-type cyclic shuffles the data of each replica by itself, so with another number of them the "
+               "rest of this pass reads samples in another order, some of them again")
 
 
 def _progress(stored: dict) -> Progress:
