@@ -197,6 +197,29 @@ def test_a_hugging_face_folder_is_a_base(tmp_path):
     assert not load_plan.is_hugging_face(root) and plan_load(CheckpointConfig(load=str(root))).tag == "global_step5"
 
 
+@pytest.mark.parametrize("flags", [dict(finetune=True), dict(reset_progress=True)], ids=["finetune", "reset-progress"])
+def test_flags_that_act_at_every_start_are_pointed_out(flags, tmp_path):
+    root, other = str(tag_in(tmp_path / "run")), str(tmp_path / "other")
+    assert "each start with these flags counts from 0 again" in plan_load(CheckpointConfig(load=root, save=root, **flags)).reason
+    assert "each start" not in plan_load(CheckpointConfig(load=root, save=root)).reason
+    assert "each start" not in plan_load(CheckpointConfig(load=root, save=other, **flags)).reason
+
+
+def test_a_run_of_biases_says_that_its_base_is_read_again(tmp_path):
+    root, base = tag_in(tmp_path / "run"), tag_in(tmp_path / "base")
+    config = CheckpointConfig(load=str(base), save=str(root))
+    assert f"--load {base} was its base and is not read again" in plan_load(config).reason
+    (root / "global_step5" / "layer_01-model_00-model_states.pt").rename(root / "global_step5" / "delta.safetensors")
+    assert f"the weights that do not train come from its base, --load {base}" in plan_load(config).reason
+
+
+@pytest.mark.parametrize("name", ["latest_checkpointed_iteration.txt", "latest_universal"])
+def test_other_formats_are_named(name, tmp_path):
+    (tmp_path / name).write_text("1000")
+    with pytest.raises(RunError, match=f"{name} in it shows .* format, which is not read"):
+        plan_load(CheckpointConfig(load=str(tmp_path)))
+
+
 def test_a_file_is_no_folder(tmp_path):
     (tmp_path / "weights.pt").write_bytes(b"")
     with pytest.raises(RunError, match="weights.pt holds no checkpoint .it is a file"):

@@ -233,6 +233,9 @@ def _what_is(root: Path) -> str:
         return "there is no such folder"
     if not root.is_dir():
         return "it is a file"
+    for other, name in (("latest_checkpointed_iteration.txt", "Megatron's own"), ("latest_universal", "the universal")):
+        if (root / other).exists():
+            return f"{other} in it shows {name} format, which is not read; its DeepSpeed pipeline format is"
     return "the folder is empty" if not any(root.iterdir()) else "no file 'latest' and no tag in it"
 
 
