@@ -83,7 +83,7 @@ def table(moved: Movement) -> str:
 
 # --- a picture ----------------------------------------------------------------------------------
 
-_CELL, _LEFT, _TOP = (96, 20), 90, 44
+_CELL, _LEFT, _TOP = (108, 20), 90, 44
 
 
 def heat_map(moved: Movement, title: str) -> str:

@@ -8,6 +8,7 @@ import struct
 import pytest
 import torch
 from delta_jobs import go_on, refusal_of, switch_to_deltas, train_and_save
+from safetensors.torch import load_file
 from small_runs import Case, write_base
 
 from megatron.checkpoint import files
@@ -59,6 +60,34 @@ def test_a_resume_is_the_unbroken_run_bit_for_bit(runs, worker_group):
             worker_group(4).run(go_on, CASE, str(folder / "delta"), 2), wanted):
         assert losses == losses_wanted
         assert tensors and all(torch.equal(tensors[name], value) for name, value in tensors_wanted.items())
+
+
+def test_slices_in_16_bits_on_an_fp32_base(tmp_path, worker_group):
+    """Two bytes per trained element; what is frozen is compared as the run held it, rounded."""
+    case = Case(tp=2, bitfit=True, layers=1, dtype="bf16", bias_terms=("query", "mlp_output"), optimizer="adam", lr=1e-2)
+    write_base(str(tmp_path / "base"), case)
+    group = worker_group(2)
+    group.run(train_and_save, case, str(tmp_path / "base"), 1, str(tmp_path / "delta"), str(tmp_path / "whole"))
+    tag = tmp_path / "delta/global_step1"
+    data = (tag / NAME).read_bytes()
+    assert len(data) == 8 + struct.unpack("<Q", data[:8])[0] + 2 * (24 + 24)
+    saved, taken = read_delta(tag / NAME), extract(tmp_path / "whole")
+    assert saved.facts.prints == taken.facts.prints and saved.facts.terms == ("query", "mlp_output")
+    assert saved.tensors.keys() == {"layers.0.self_attention.query_key_value.query.bias", "layers.0.mlp.dense_4h_to_h.bias"}
+    assert extract(tmp_path / "whole", tmp_path / "base").tensors.keys() == saved.tensors.keys()
+    assert all(torch.equal(value, taken.tensors[name]) for name, value in saved.tensors.items())
+    for (losses, _), (wanted, _) in zip(group.run(go_on, case, str(tmp_path / "delta"), 1),
+                                        group.run(go_on, case, str(tmp_path / "whole"), 1)):
+        assert losses == wanted
+
+
+def test_it_becomes_a_hugging_face_folder_without_being_put_together_first(runs, tmp_path):
+    from megatron.checkpoint.hugging_face_export import to_folder
+
+    for kind in ("delta", "whole"):
+        to_folder(runs[0] / kind, tmp_path / kind)
+    one, other = (load_file(tmp_path / kind / "model.safetensors") for kind in ("delta", "whole"))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_one_process_goes_on_from_four(runs, worker_group):
@@ -119,7 +148,7 @@ def test_padding_rows_do_not_count_and_a_lost_base_is_asked_for(runs, tmp_path):
     gone = dataclasses.replace(delta, facts=dataclasses.replace(delta.facts, base=str(tmp_path / "gone")))
     from megatron.checkpoint.delta_file import write_delta
     write_delta(tmp_path / "run/global_step2" / NAME, gone)
-    with pytest.raises(RunError, match="holds biases only.*/gone.*give --load BASE"):
+    with pytest.raises(RunError, match="holds biases only.*/gone.*resume with --load BASE"):
         open_source(tmp_path / "run/global_step2", CheckpointConfig(save=str(tmp_path / "run")))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from megatron.checkpoint.delta_file import (
 )
 from megatron.checkpoint.hugging_face import is_hugging_face, read_config
 from megatron.checkpoint.layer_tags import layer_kind, layer_order, layer_tags, trained_names
+from megatron.checkpoint.progress import stored_architecture, stored_arguments, stored_vocabulary
 from megatron.checkpoint.sources import WeightSource, open_source
 from megatron.config import BIAS_TERMS, CheckpointConfig
 from megatron.errors import RunError
@@ -38,13 +38,16 @@ class DeltaSource(WeightSource):
     A bias that trained as a whole has the delta's dtype, one of which slices trained the wider of both.
     """
 
-    def __init__(self, base: WeightSource, delta: Delta, name: str) -> None:
-        """``name`` is what messages call the delta. Raises RunError for another number of blocks."""
+    def __init__(self, base: WeightSource, delta: Delta, name: str, folder: Path | None = None) -> None:
+        """``name`` is what messages call the delta; ``folder`` is the tag it lies in, if it does.
+
+        Raises RunError for another number of blocks.
+        """
         if base.num_layers != delta.facts.num_layers:
             raise RunError(f"{base.where} has {base.num_layers} layers, {name} belongs to a base of {delta.facts.num_layers}")
         self.base, self.delta, self.name = base, delta, name
         self.num_layers, self.where = base.num_layers, f"{name} on {base.where}"
-        self._targets = targets(delta)
+        self._targets, self._folder = targets(delta), folder
         self.replaced: dict[str, torch.Tensor] = {}
         """the base's values of what has been set so far, by canonical name"""
 
@@ -70,6 +73,13 @@ class DeltaSource(WeightSource):
     def described(self, index: int) -> str:
         return f"{self.base.described(index)} with {self.name}"
 
+    def stored(self) -> dict:
+        return self.base.stored() if self._folder is None else files.read(files.mp_rank_file(self._folder, 0))
+
+    @property
+    def averaged(self) -> Mapping[str, float]:
+        return self.base.averaged
+
 
 def is_delta_tag(folder: Path) -> bool:
     """Whether ``folder`` was saved with --save-delta-only."""
@@ -84,7 +94,7 @@ def open_delta_tag(folder: Path, config: CheckpointConfig | None) -> DeltaSource
     """
     delta = read_delta(folder / NAME)
     base = base_folder(folder, delta.facts, config.load if config else None)
-    return DeltaSource(open_source(base, config), delta, str(folder))
+    return DeltaSource(open_source(base, config), delta, str(folder), folder)
 
 
 def base_folder(folder: Path, facts: DeltaFacts, load: str | None) -> Path:
@@ -94,7 +104,7 @@ def base_folder(folder: Path, facts: DeltaFacts, load: str | None) -> Path:
         return same_tag if facts.base and same_tag.is_dir() else checkpoint_folder(load)
     if not facts.base or not Path(facts.base).is_dir():
         raise RunError(f"{folder} holds biases only, and the base they belong to is not there ({facts.base or 'not recorded'}); "
-                       "give --load BASE")
+                       "put it back, resume with --load BASE, or write both as one with tools/bitfit_delta.py apply")
     return Path(facts.base)
 
 
@@ -148,19 +158,12 @@ def open_stored(path: str | Path) -> Stored:
         raise RunError(f"{source.described(FIRST_BLOCK)} lacks {error.args[0]}") from None
     shape = _Shape(gated=first.shape[0] == 2 * second.shape[1], learned_positions="position_embeddings.weight" in embedding,
                    embed_layernorm="word_embeddings.norm.weight" in embedding)
-    state = _state(folder)
-    model = vars(read_config(folder).model) if is_hugging_face(folder) else state.get("architecture", {})
-    heads = model.get("num_attention_heads") or getattr(state.get("args"), "num_attention_heads", 0)
-    return Stored(folder, source, shape, state, heads)
-
-
-def _state(folder: Path) -> dict[str, Any]:
-    """The state file, {} where there is none that can be read: biases are not in it."""
     try:
-        state = files.read(files.mp_rank_file(folder, 0))
-    except RunError:
-        return {}
-    return state if isinstance(state, dict) else {}
+        state = source.stored()
+    except RunError:  # of another trainer, perhaps: tensors can be read all the same
+        state = {}
+    model = read_config(folder).model.num_attention_heads if is_hugging_face(folder) else None
+    return Stored(folder, source, shape, state, model or stored_architecture(state).get("num_attention_heads") or 0)
 
 
 def extract(checkpoint: str | Path, base: str | Path | None = None) -> Delta:
@@ -191,8 +194,8 @@ def _extracted(stored: Stored, terms: Sequence[str] | None) -> Delta:
     if terms is None:
         terms = tuple(state.get("bitfit_bias_terms") or BIAS_TERMS) if state.get("bitfit") else BIAS_TERMS
     facts = DeltaFacts(num_layers=source.num_layers, num_attention_heads=stored.heads, dtype="fp32", terms=tuple(terms),
-                       vocab_size=(state.get("checkpoint_info") or {}).get("original_vocab_size") or 0,
-                       step=state.get("iteration") or 0, arguments=vars(state.get("args", argparse.Namespace())))
+                       vocab_size=stored_vocabulary(state) or 0,
+                       step=state.get("iteration") or 0, arguments=stored_arguments(state))
     trains = trained_names(**vars(stored.shape), terms=tuple(terms))
     tensors: dict[str, torch.Tensor] = {}
     prints: dict[str, str] = {}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from megatron.checkpoint.convert import write_layer_folder
-from megatron.checkpoint.layouts import LayerFolder
+from megatron.checkpoint.delta import is_delta_tag
+from megatron.checkpoint.layouts import ShareSource
 from megatron.checkpoint.load_plan import plan_load
 from megatron.checkpoint.progress import ARCHITECTURE_FLAGS, stored_architecture, stored_arguments, stored_vocabulary
 from megatron.checkpoint.sources import averaged_lines, open_source
@@ -32,8 +33,9 @@ def reshape(load: str, save: str, *, tp: int, dtype: str | None = None, layout: 
     allowed = CheckpointConfig(load=load, trust_checkpoint=trust, average_duplicated_parameters=average)
     plan = plan_load(allowed)
     source = open_source(plan.path, allowed)
-    if not isinstance(source, LayerFolder):
-        raise RunError(f"--load {load} is a Hugging Face folder; from-hf converts it")
+    if not isinstance(source, ShareSource):
+        raise RunError(f"{plan.path} holds biases alone; tools/bitfit_delta.py apply puts them onto a copy of their base"
+                       if is_delta_tag(plan.path) else f"--load {load} is a Hugging Face folder; from-hf converts it")
     stored = source.stored()
     shape, unknown = shape_of(source, heads=heads, vocab_size=vocab_size)
     rows = rows_for(shape, stored_arguments(stored), tp)
@@ -48,7 +50,7 @@ def reshape(load: str, save: str, *, tp: int, dtype: str | None = None, layout: 
     return lines + list(averaged_lines(source.averaged))
 
 
-def shape_of(source: LayerFolder, *, heads: int | None = None,
+def shape_of(source: ShareSource, *, heads: int | None = None,
              vocab_size: int | None = None) -> tuple[ModelConfig, frozenset[str]]:
     """The model in ``source``, and those settings of it that nothing tells.
 
@@ -83,7 +85,7 @@ def shape_of(source: LayerFolder, *, heads: int | None = None,
     return ModelConfig(**facts), frozenset(ARCHITECTURE_FLAGS.keys() - told.keys() - seen.keys())
 
 
-def _seen(source: LayerFolder) -> dict:
+def _seen(source: ShareSource) -> dict:
     """What the tensors tell of the model."""
     embedding, block = source.shapes(EMBEDDING_INDEX), source.shapes(FIRST_BLOCK)
     try:
