@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import hashlib
 import io
 import os
@@ -207,7 +206,6 @@ def _odd_folders(folders: Path) -> None:
 
 def step_without_rate(root: str, stage: int, precision: str, kinds: list[str]) -> dict[str, tuple]:
     """Per kind of start: (masters equal the loaded weights, what a step with a rate of 0 changed, whether Adam saw it)."""
-    gc.freeze()  # DeepSpeed's bf16 optimizer collects garbage at each step: not among all that was imported
     folder = Path(root)
     first = start(f"--save {folder / 'run'} --seed 3 --initial-loss-scale 256 {precision}")
     go_on(first, 1)

@@ -8,6 +8,7 @@ seeds what it draws itself, since the ranks have run other jobs before.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import os
 import pickle
@@ -63,6 +64,8 @@ def _serve(rank: int, pipe: Connection, log: str, environment: dict[str, str]) -
     torch.set_num_threads(1)
     world = ParallelConfig(world_size=int(environment["WORLD_SIZE"]), rank=rank, local_rank=rank)
     initialize_distributed(world, timeout_minutes=5)
+    # DeepSpeed collects garbage six times while it builds a bf16 optimizer: not among all that was imported
+    gc.freeze()
     pipe.send_bytes(pickle.dumps(("done", None)))
     while (message := pipe.recv_bytes()) != b"":
         try:
