@@ -213,10 +213,9 @@ def test_a_run_of_biases_says_that_its_base_is_read_again(tmp_path):
     assert f"the weights that do not train come from its base, --load {base}" in plan_load(config).reason
 
 
-@pytest.mark.parametrize("name", ["latest_checkpointed_iteration.txt", "latest_universal"])
-def test_other_formats_are_named(name, tmp_path):
-    (tmp_path / name).write_text("1000")
-    with pytest.raises(RunError, match=f"{name} in it shows .* format, which is not read"):
+def test_another_format_is_named(tmp_path):
+    (tmp_path / "latest_universal").write_text("1000")
+    with pytest.raises(RunError, match="latest_universal in it shows .* format, which is not read"):
         plan_load(CheckpointConfig(load=str(tmp_path)))
 
 

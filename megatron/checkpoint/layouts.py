@@ -46,31 +46,32 @@ class FileNumbers:
 NUMBERS = {"bigscience": FileNumbers(), "deepspeedai": FileNumbers(2, 0)}
 
 
-class LayerFolder(WeightSource):
-    """A tag folder with ``layer_II-model_TT-model_states.pt`` files.
-
-    Which trainer numbered them, how many blocks there are and the TP degree are read off the
-    names. Optimizer files beside them are not looked at. Raises RunError for an incomplete set,
-    naming what is missing.
-    """
+class ShareSource(WeightSource):
+    """A checkpoint whose tensors lie in one file per TP rank, whatever the files are."""
 
     def __init__(self, folder: Path, *, trust: bool = False, average: bool = False) -> None:
         self.folder, self.where = folder, str(folder)
+        self.averaged: dict[str, float] = {}
+        self.degree = 1
+        """TP degree it was written at"""
         self._trust, self._average = trust, average
         self._stored: dict | None = None
-        self.averaged: dict[str, float] = {}
-        found = _layer_files(folder)
-        told = self._told()
-        self.layout, self.num_layers = _numbering(folder, set(found), told.get("num_layers"))
-        self.degree = 1 + max(rank for shares in found.values() for rank in shares)
-        expected = max(self.degree, told.get("tensor_parallel", 0))
-        _refuse(folder, [(number, rank) for number in sorted(found) for rank in range(expected)
-                         if rank not in found[number]])
-        self._paths = {number: [shares[rank] for rank in range(self.degree)] for number, shares in found.items()}
+
+    def share(self, index: int, rank: int) -> dict[str, torch.Tensor]:
+        """What TP rank ``rank`` holds of pipeline layer ``index`` (ours), by today's local names."""
+        raise NotImplementedError
+
+    def path(self, index: int, rank: int) -> Path:
+        """The file that holds it."""
+        raise NotImplementedError
+
+    def state_file(self) -> Path:
+        """The file that says what the run was."""
+        raise NotImplementedError
 
     def layer(self, index: int, tags: Mapping[str, ParamTag]) -> dict[str, torch.Tensor]:
-        paths = self._paths[self._number(index)]
-        shares = [self._read(path) for path in paths]
+        paths = [self.path(index, rank) for rank in range(self.degree)]
+        shares = [self.share(index, rank) for rank in range(self.degree)]
         for share, path in zip(shares, paths):
             if missing := sorted(tags.keys() - share.keys()):
                 raise RunError(f"{path} lacks {', '.join(missing)}")
@@ -82,28 +83,52 @@ class LayerFolder(WeightSource):
         return merged
 
     def described(self, index: int) -> str:
-        return str(self._paths[self._number(index)][0])
+        return str(self.path(index, 0))
 
     def shapes(self, index: int) -> dict[str, tuple[torch.Size, torch.dtype]]:
         """Shape and dtype of TP rank 0's share of each tensor of pipeline layer ``index``."""
-        return {name: (value.shape, value.dtype) for name, value in self._read(self._paths[self._number(index)][0]).items()}
+        return {name: (value.shape, value.dtype) for name, value in self.share(index, 0).items()}
 
     def stored(self) -> dict:
-        path = files.mp_rank_file(self.folder, 0)
+        path = self.state_file()
         if self._stored is None:
             self._stored = files.read(path, trust=self._trust) if path.exists() else {}
             if not isinstance(self._stored, dict):
                 raise RunError(f"{path} holds {type(self._stored).__name__}, but should hold entries by name")
         return self._stored
 
-    def _number(self, index: int) -> int:
-        return NUMBERS[self.layout].of(index, self.num_layers)
 
-    def _read(self, path: Path) -> dict[str, torch.Tensor]:
+class LayerFolder(ShareSource):
+    """A tag folder with ``layer_II-model_TT-model_states.pt`` files.
+
+    Which trainer numbered them, how many blocks there are and the TP degree are read off the
+    names. Optimizer files beside them are not looked at. Raises RunError for an incomplete set,
+    naming what is missing.
+    """
+
+    def __init__(self, folder: Path, *, trust: bool = False, average: bool = False) -> None:
+        super().__init__(folder, trust=trust, average=average)
+        found = _layer_files(folder)
+        told = self._told()
+        self.layout, self.num_layers = _numbering(folder, set(found), told.get("num_layers"))
+        self.degree = 1 + max(rank for shares in found.values() for rank in shares)
+        expected = max(self.degree, told.get("tensor_parallel", 0))
+        _refuse(folder, [(number, rank) for number in sorted(found) for rank in range(expected)
+                         if rank not in found[number]])
+        self._paths = {number: [shares[rank] for rank in range(self.degree)] for number, shares in found.items()}
+
+    def share(self, index: int, rank: int) -> dict[str, torch.Tensor]:
+        path = self.path(index, rank)
         content = files.read(path, trust=self._trust)
         if not isinstance(content, dict) or not all(torch.is_tensor(value) for value in content.values()):
             raise RunError(f"{path} is no layer file: it should hold tensors by name")
         return {current_name(name): value for name, value in content.items()}
+
+    def path(self, index: int, rank: int) -> Path:
+        return self._paths[NUMBERS[self.layout].of(index, self.num_layers)][rank]
+
+    def state_file(self) -> Path:
+        return files.mp_rank_file(self.folder, 0)
 
     def _told(self) -> dict[str, int]:
         """Depth and TP degree that the state file tells, where there is a readable one."""

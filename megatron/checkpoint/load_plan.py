@@ -24,6 +24,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron.checkpoint import files, manifest
+from megatron.checkpoint.iteration_folder import LATEST as ITERATION
+from megatron.checkpoint.iteration_folder import is_iteration_folder, newest_iteration
 from megatron.config import CheckpointConfig
 from megatron.errors import RunError
 from megatron.initialize import agree
@@ -174,7 +176,22 @@ def _find(flag: str, folder: str, resume: bool, damaged: Mapping[str, str]) -> _
         bad = {inside.name: damaged[str(inside)]} if str(inside) in damaged else {}
         return _whole(flag, _Found(str(inside.parent), inside.name,
                                    f"{flag} {folder} is one tag itself, and is read whatever 'latest' beside it names"), bad)
+    if not resume and (found := _iteration(flag, root)):
+        return found
     return _Found(folder, None) if is_hugging_face(root) else None
+
+
+def _iteration(flag: str, root: Path) -> _Found | None:
+    """A checkpoint of Megatron-LM without DeepSpeed in ``root``, or that ``root`` is; weights alone are read of it."""
+    name = newest_iteration(root)
+    if name and is_iteration_folder(root / name):
+        return _Found(str(root), name)
+    if name:
+        raise RunError(f"{flag} {root}: its file {ITERATION} means {name}, but there is no such folder with files in it")
+    if is_iteration_folder(root):
+        inside = root.resolve()
+        return _Found(str(inside.parent), inside.name)
+    return None
 
 
 def _whole(flag: str, found: _Found, bad: Mapping[str, str]) -> _Found:
@@ -233,9 +250,10 @@ def _what_is(root: Path) -> str:
         return "there is no such folder"
     if not root.is_dir():
         return "it is a file"
-    for other, name in (("latest_checkpointed_iteration.txt", "Megatron's own"), ("latest_universal", "the universal")):
-        if (root / other).exists():
-            return f"{other} in it shows {name} format, which is not read; its DeepSpeed pipeline format is"
+    if (root / "latest_universal").exists():
+        return "latest_universal in it shows the universal format, which is not read; its DeepSpeed pipeline format is"
+    if (root / ITERATION).exists():
+        return f"{ITERATION} in it shows a run without DeepSpeed, of which weights are read: --load it with another --save"
     return "the folder is empty" if not any(root.iterdir()) else "no file 'latest' and no tag in it"
 
 
@@ -311,13 +329,16 @@ def _sight(config: CheckpointConfig, plan: LoadPlan) -> dict[str, str]:
 
 
 def contents(folder: Path) -> str:
-    """Identity of the files in ``folder`` without reading them all, as a sentence with 64 bits of SHA-256.
+    """Identity of the files in and below ``folder`` without reading them all, as a sentence with 64 bits of SHA-256.
 
     Names, lengths, the manifest, and the end of each state file of rank 0: it is a zip file, which
     ends with checksums of all it holds, iteration and random states among them. Raises OSError.
     """
-    with os.scandir(folder) as entries:
-        lengths = sorted((entry.name, entry.stat().st_size) for entry in entries if entry.is_file())
+    def fail(error: OSError):  # os.walk would pass over a folder that is not there
+        raise error
+
+    lengths = sorted((os.path.relpath(os.path.join(where, name), folder), os.path.getsize(os.path.join(where, name)))
+                     for where, _, names in os.walk(folder, onerror=fail) for name in names)
     digest = hashlib.sha256(repr(lengths).encode())
     for path in (folder / manifest.NAME, files.mp_rank_file(folder, 0)):
         if path.exists():

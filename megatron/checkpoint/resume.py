@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megatron.checkpoint import files, layouts
 from megatron.checkpoint.hugging_face import unfit
+from megatron.checkpoint.iteration_folder import is_iteration_folder
 from megatron.checkpoint.load_plan import LoadPlan
 from megatron.checkpoint.optimizer_shards import OptimizerShards, load_optimizer, publish_masters
 from megatron.checkpoint.progress import (
@@ -21,7 +22,7 @@ from megatron.checkpoint.progress import (
     stored_arguments,
     trained_names,
 )
-from megatron.checkpoint.sources import averaged_lines
+from megatron.checkpoint.sources import averaged_lines, open_source
 from megatron.config import BIAS_TERMS, Settings
 from megatron.errors import RunError
 from megatron.initialize import agree
@@ -46,7 +47,10 @@ def check_stored(plan: LoadPlan, settings: Settings, context: ParallelContext) -
         agree(context, problem)
         return {}
     try:
-        stored = files.read(files.mp_rank_file(plan.path, 0), trust=trust)
+        if is_iteration_folder(plan.path):
+            stored = open_source(plan.path, settings.checkpoint).stored()
+        else:
+            stored = files.read(files.mp_rank_file(plan.path, 0), trust=trust)
         problem = _other_architecture(stored, plan, settings)
         if not plan.weights_only and not problem:
             rank = context.pp_rank * context.tp_size + context.tp_rank

@@ -96,6 +96,7 @@ def open_source(folder: str | Path, config: CheckpointConfig | None = None) -> W
     """
     from megatron.checkpoint.delta import is_delta_tag, open_delta_tag
     from megatron.checkpoint.hugging_face import HuggingFaceFolder, is_hugging_face
+    from megatron.checkpoint.iteration_folder import IterationFolder, is_iteration_folder
     from megatron.checkpoint.layouts import LayerFolder
 
     if is_delta_tag(Path(folder)):
@@ -104,4 +105,4 @@ def open_source(folder: str | Path, config: CheckpointConfig | None = None) -> W
         return HuggingFaceFolder(folder)
     allowed = {"trust": bool(config and config.trust_checkpoint),
                "average": bool(config and config.average_duplicated_parameters)}
-    return LayerFolder(Path(folder), **allowed)
+    return (IterationFolder if is_iteration_folder(folder) else LayerFolder)(Path(folder), **allowed)

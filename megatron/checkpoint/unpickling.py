@@ -46,12 +46,7 @@ def load(path: str | Path, *, trust: bool = False, mmap: bool = False):
     """
     with torch.serialization.safe_globals(safe_classes()):
         try:
-            try:
-                return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-            except RuntimeError as error:
-                if not mmap or "mmap" not in str(error):  # files older than torch 1.6 cannot be mapped
-                    raise
-                return torch.load(path, map_location="cpu", weights_only=True)
+            return _load(path, True, mmap)
         except FileNotFoundError:
             raise RunError(f"checkpoint file {path} does not exist") from None
         except Exception as error:
@@ -65,11 +60,20 @@ def load(path: str | Path, *, trust: bool = False, mmap: bool = False):
     print(f"warning: --trust-checkpoint: {path} holds {', '.join(foreign)} and is read with everything it may run",
           file=sys.stderr, flush=True)
     try:
-        return torch.load(path, map_location="cpu", weights_only=False)
+        return _load(path, False, mmap)
     except ModuleNotFoundError as error:
         raise RunError(f"checkpoint file {path} needs the Python module {error.name}, which is not here") from error
     except Exception as error:
         raise RunError(f"checkpoint file {path} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _load(path: str | Path, safely: bool, mmap: bool):
+    try:
+        return torch.load(path, map_location="cpu", weights_only=safely, mmap=mmap)
+    except RuntimeError as error:
+        if not mmap or "mmap" not in str(error):  # files older than torch 1.6 cannot be mapped
+            raise
+        return torch.load(path, map_location="cpu", weights_only=safely)
 
 
 def _unlisted(path: str | Path, problem: str) -> list[str]:
