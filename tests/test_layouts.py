@@ -116,6 +116,14 @@ def test_a_file_that_holds_no_tensors_by_name_is_refused(tmp_path):
         open_source(folder).layer(3, {})
 
 
+def test_a_table_of_fewer_rows_than_the_tokenizer_has_ids_is_refused(tmp_path):
+    write_foreign(tmp_path / "t", layers_of(build(config(**SIX))), tp=3)
+    larger = {**SIX, "vocab_size": 61, "padded_vocab_size": 64}
+    with pytest.raises(RunError, match="word_embeddings.weight in .* has 60 rows, the tokenizer 61 token ids"):
+        filled(config(**larger), open_source(tmp_path / "t"))
+    filled(config(**{**larger, "vocab_size": 60}), open_source(tmp_path / "t"))
+
+
 # --- state files ----------------------------------------------------------------------------------
 
 

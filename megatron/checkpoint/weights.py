@@ -46,6 +46,8 @@ def fill_layer(layer: torch.nn.Module, index: int, source: WeightSource, context
         tag, whole = tag_of(param), tensors[name]
         # rows past the true vocabulary are padding: their number depends on the TP degree
         if tag.tied:
+            if whole.shape[0] < (needed := layer.config.vocab_size if hasattr(layer, "config") else 0):
+                raise RunError(f"{name} in {where} has {whole.shape[0]:,} rows, the tokenizer {needed:,} token ids")
             whole = resize_rows(whole, param.shape[0] * context.tp_size)
         try:
             mine = shard(whole, tag, context.tp_rank, context.tp_size)
