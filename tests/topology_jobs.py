@@ -69,10 +69,13 @@ def streams_after(case: Case, folder: str) -> dict:
     return _streams(context, streams)
 
 
-def streams_of_a_start(case: Case) -> dict:
-    """Hashes of all random streams of a start with the seed that ``streams_after`` resumes with."""
+def streams_of_a_start(case: Case, iteration: int) -> dict:
+    """The same for a start; with an iteration, one whose seed is that of ``streams_after`` mixed with it."""
     context = build_context(case.tp, case.pp, case.world, torch.distributed.get_rank())
-    return _streams(context, seed_everything(case.seed + 1, context))
+    seed = case.seed + 1
+    if iteration:
+        seed = int(hashlib.sha256(f"{seed} {iteration}".encode()).hexdigest()[:8], 16) // 2
+    return _streams(context, seed_everything(seed, context))
 
 
 def _streams(context, streams) -> dict:
@@ -80,4 +83,8 @@ def _streams(context, streams) -> dict:
     parts = {"python": repr(random.getstate()).encode(), "numpy": keys.tobytes(),
              "default": torch.get_rng_state().numpy().tobytes(), "private": streams.get_state().numpy().tobytes()}
     return {"place": (context.pp_rank, context.dp_rank, context.tp_rank),
-            **{name: hashlib.sha256(part).hexdigest() for name, part in parts.items()}}
+            **{name: digest(part) for name, part in parts.items()}}
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
