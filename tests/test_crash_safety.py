@@ -328,6 +328,15 @@ def test_a_tag_without_manifest_loads_with_a_note(unbroken, tmp_path):
     assert "has no manifest.json" in plan.warning and "\n" not in plan.warning
 
 
+def test_a_start_that_counts_anew_is_another_run_whose_base_stays(unbroken):
+    """--keep-last removes tags of the run that saves, and what a run started from is none of them."""
+    own = manifest.read(unbroken[0] / "global_step6").run
+    config = CheckpointConfig(load=str(unbroken[0]), save=str(unbroken[0]), save_interval=1, keep_last=1)
+    runs = [save._run_of(plan_load(dataclasses.replace(config, **more)))
+            for more in ({}, {"load": None}, {"finetune": True}, {"reset_progress": True}, {"save": "elsewhere"})]
+    assert runs[:2] == [own, own] and len({own, *runs[2:]}) == 4
+
+
 def test_a_tag_that_was_being_replaced_is_found(unbroken, tmp_path):
     """Killed between the two renames of replacing it."""
     shutil.copytree(unbroken[0] / "global_step2", tmp_path / "global_step2")
