@@ -20,8 +20,9 @@ from megatron.mpu.tags import ParamTag, full_shape, shard
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-#: elements hashed at once: their 64-bit products stay in a processor's cache
-_CHUNK = 2**16
+#: elements hashed at once. On a processor their 64-bit products stay in its cache, and torch leaves so few to
+#: one thread: several that wait for each other some thousand times are slow where others want the cores too
+_CHUNK_CPU, _CHUNK = 2**15, 2**24
 
 
 def _signed(number: int) -> int:
@@ -63,7 +64,7 @@ def tensor_print(values: torch.Tensor, tag: ParamTag, tp_rank: int = 0, tp_size:
     matrix = values.detach().reshape(len(row), len(column)).view(_INTEGERS[values.element_size()])
     row, column = row.to(values.device), column.to(values.device)
     total = torch.zeros((), dtype=torch.int64, device=values.device)
-    step = max(1, _CHUNK // len(column))
+    step = max(1, (_CHUNK_CPU if values.device.type == "cpu" else _CHUNK) // len(column))
     for start in range(0, len(row), step):
         # bits are mixed first: a sum of raw 16- or 32-bit numbers would miss more pairs of changed signs
         mixed = matrix[start:start + step].to(torch.int64).mul_(_signed(_FIRST))
