@@ -3,6 +3,7 @@
 import dataclasses
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from topology_jobs import digest, go_on, save_and_go_on, streams_after, streams_
 from worker_group import JobFailed
 
 from megatron.checkpoint import files, manifest
-from megatron.checkpoint.optimizer_shards import MASTER, OptimizerShards
+from megatron.checkpoint.optimizer_shards import MASTER, OptimizerShards, load_optimizer
 from megatron.errors import RunError
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.tags import ParamTag, tag_parameter, unshard
@@ -293,6 +294,37 @@ def test_copies_that_differ_over_tp_are_named_and_averaged_on_request(copy_of):
     # at the TP degree of the save every rank has its own copy back, drifted or not
     kept = OptimizerShards(copy_of, 2, 2).share(name, "exp_avg", param, ParallelContext(tp_size=2, tp_rank=1))
     assert kept[7] == pytest.approx(float(good[7]) + 0.5)
+
+
+class CountsPerGroup(torch.optim.Optimizer):
+    """Like apex's FusedAdam, whose step stands in the group."""
+
+    def __init__(self, params, **constants):
+        super().__init__(params, constants)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, CountsPerGroup])
+def test_steps_stand_where_the_optimizer_looks_for_them(kind, copy_of):
+    name, model = "5.self_attention.dense.bias", torch.nn.Module()
+    for part in name.split(".")[:-1]:
+        inside = model.get_submodule(name[:name.index(part)].rstrip("."))
+        inside.add_module(part, torch.nn.Module())
+    param = vector(48)
+    model.get_submodule(name.rpartition(".")[0]).register_parameter("bias", param)
+    # the second of two replicas: elements 20 to 47 of the parameter, behind four of another one
+    flat = torch.nn.Parameter(torch.zeros(40))
+    param._hp_mapping = SimpleNamespace(param_group_index=0, lp_fragment_address=fragment_address(28, 20),
+                                        hp_fragment_address=fragment_address(28, 4))
+    inner = kind([flat], lr=0.5, weight_decay=0.25)
+    shards = OptimizerShards(copy_of, 2, 2)
+    load_optimizer(SimpleNamespace(optimizer=inner), model, shards, ParallelContext())
+    for key, values in {MASTER: flat, **inner.state[flat]}.items():
+        if key != "step":
+            assert torch.equal(values[4:32], shards.share(name, key, param, ParallelContext())[20:])
+            assert not values[:4].any() and not values[32:].any()
+    group, = inner.param_groups
+    assert (group["lr"], group["weight_decay"]) == (0.5, 0.25)
+    assert (group.get("step"), inner.state[flat].get("step")) == ((None, 5) if kind is torch.optim.AdamW else (5, None))
 
 
 @pytest.mark.parametrize("spoil, words", [
