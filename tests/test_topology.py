@@ -21,7 +21,9 @@ from megatron.mpu.tags import ParamTag, tag_parameter, unshard
 
 SAVED = Case(tp=2, pp=2, optimizer="adam", lr=1e-2, decay="linear", weight_decay=0.1, hidden=48, heads=12, micro=4)
 TERMS = ("query", "value", "mlp_intermediate", "layernorm")
-KINDS = {"full": {}, "bitfit": {"bitfit": True}, "terms": {"bitfit": True, "bias_terms": TERMS}}
+KINDS = {"full": {}, "bitfit": {"bitfit": True}, "terms": {"bitfit": True, "bias_terms": TERMS},
+         # two replicas otherwise meet between two of the four blocks, and cut no parameter
+         "uneven terms": {"bitfit": True, "bias_terms": TERMS, "embed_layernorm": False}}
 GRIDS = {"TP1": (1, 1, 1), "TP4": (4, 1, 1), "PP4": (1, 4, 1), "DP2": (1, 1, 2), "TP2DP2": (2, 1, 2), "PP2DP2": (1, 2, 2),
          "DP4": (1, 1, 4)}
 MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
@@ -36,9 +38,9 @@ def unbroken(tmp_path_factory, worker_group):
 
     def run(case: Case) -> tuple[str, list[dict]]:
         if case not in known:
-            base = root / "base"
+            base = root / f"base{case.embed_layernorm}"
             if not base.exists():
-                write_base(str(base), SAVED)
+                write_base(str(base), case)
             folder = str(root / f"run{len(known)}")
             known[case] = folder, worker_group(case.world).run(save_and_go_on, case, str(base), folder, 5, 3)
         return known[case]
@@ -101,7 +103,7 @@ def at(case: Case, grid: str, **changes) -> Case:
     ("full", "fp32", None, "PP4", {}),
     ("full", "fp32", None, "DP2", {"dtype": "bf16"}),
     ("bitfit", "bf16", None, "TP4", {"dtype": "fp32"}),
-    ("terms", "fp32", "DP2", "TP1", {}),  # put together over replicas first
+    ("uneven terms", "fp32", "DP2", "TP1", {}),  # put together over replicas first
     pytest.param("terms", "fp32", "TP2DP2", "TP1", {}, marks=pytest.mark.slow),
     pytest.param("terms", "fp32", "PP2DP2", "TP4", {}, marks=pytest.mark.slow),
     pytest.param("full", "bf16", "TP2DP2", "PP4", {}, marks=pytest.mark.slow),
@@ -116,7 +118,7 @@ def test_a_run_goes_on_at_other_degrees_and_precision(kind, dtype, start, grid, 
 @pytest.mark.slow
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["full", "bitfit", "terms"])
 def test_every_kind_goes_on_at_every_grid(kind, dtype, grid, unbroken, worker_group):
     saved = dataclasses.replace(SAVED, dtype=dtype, **KINDS[kind])
     now = at(saved, grid)
