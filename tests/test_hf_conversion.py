@@ -15,7 +15,7 @@ from small_runs import VOCAB, settings_of
 from tiny_data import write_documents, write_tokenizer
 
 from megatron.bitfit import is_bias
-from megatron.checkpoint.hugging_face import HuggingFaceFolder, unfit
+from megatron.checkpoint.hugging_face import HuggingFaceFolder, unfit, unread
 from megatron.checkpoint.load_plan import plan_load
 from megatron.checkpoint.resume import check_stored
 from megatron.errors import RunError
@@ -23,6 +23,8 @@ from megatron.mpu.context import ParallelContext
 
 sys.path.insert(0, str(ROOT / "tools"))
 from convert_checkpoint import main as convert
+
+TABLE = "transformer.word_embeddings.weight"
 
 
 def tensors_of(folder):
@@ -119,7 +121,7 @@ def test_our_model_computes_what_theirs_does(kind, grid, load_from, folders, wor
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-def test_an_exported_bitfit_run_is_its_base_but_for_the_biases(folders, tmp_path, worker_group):
+def test_an_exported_bitfit_run_is_its_base_but_for_the_biases(folders, tmp_path, worker_group, capsys):
     folder, models = folders
     case = case_of("bloom", tp=2, bitfit=True)
     shares = worker_group(2).run(run_from, case, str(folder / "bloom"), 2, str(tmp_path / "run"))
@@ -132,6 +134,17 @@ def test_an_exported_bitfit_run_is_its_base_but_for_the_biases(folders, tmp_path
         theirs, base = (model(some_tokens()).logits for model in (load(tmp_path / "trained"), models["bloom"]))
     torch.testing.assert_close(torch.cat(shares, dim=-1)[..., :VOCAB], theirs, rtol=1e-5, atol=1e-5)
     assert (theirs - base).abs().max() > 1e-2
+    # a base of more rows than the run's table gives the rest of them
+    larger = torch.nn.functional.pad(before[TABLE], (0, 0, 0, 7), value=0.5)
+    shutil.copytree(folder / "bloom", tmp_path / "larger")
+    rewrite(tmp_path / "larger", lambda t: t.update({TABLE: larger}))
+    reconfigure(tmp_path / "larger", vocab_size=100)
+    assert "(--pad-vocab-size-to keeps it)" in unread(tmp_path / "larger", settings_of(case).model)
+    assert convert(["to-hf", "--load", str(tmp_path / "run"), "--save", str(tmp_path / "padded"),
+                    "--base", str(tmp_path / "larger")]) == 0
+    table = tensors_of(tmp_path / "padded")[TABLE]
+    assert table.shape == (100, 48) and torch.equal(table[:VOCAB], before[TABLE]) and table[96:].eq(0.5).all()
+    assert "4 rows" in capsys.readouterr().out
     # without the base its own state file says what it is, and the true vocabulary
     assert convert(["to-hf", "--load", str(tmp_path / "run"), "--save", str(tmp_path / "alone")]) == 0
     assert_bit_equal(tensors_of(tmp_path / "alone"), after)

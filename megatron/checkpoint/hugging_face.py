@@ -30,7 +30,8 @@ from megatron.model.hf_names import (
 )
 from megatron.mpu.tags import ParamTag
 
-__all__ = ["HuggingFaceFolder", "StoredConfig", "is_hugging_face", "read_config", "shape_there", "unfit"]
+__all__ = ["HuggingFaceFolder", "StoredConfig", "is_hugging_face", "read_config", "shape_there", "unfit",
+           "unread"]
 
 CONFIG = "config.json"
 PREFIX = "transformer."
@@ -124,6 +125,15 @@ def unfit(folder: str | Path, model: ModelConfig) -> str | None:
         return (f"{folder} holds a word table of {stored.rows} rows, but this run's tokenizer has {model.vocab_size} "
                 "token ids; give the tokenizer that the model was trained with")
     return None
+
+
+def unread(folder: str | Path, model: ModelConfig) -> str | None:
+    """What of the model in ``folder`` does not get into ``model``, for the log; None where all of it does."""
+    rows = read_config(folder).rows
+    if rows <= model.padded_vocab_size:
+        return None
+    return (f"its word table has {rows} rows, this run's padded vocabulary {model.padded_vocab_size} for {model.vocab_size} token "
+            "ids: the rest, padding for this tokenizer, is not read (--pad-vocab-size-to keeps it)")
 
 
 class HuggingFaceFolder(WeightSource):

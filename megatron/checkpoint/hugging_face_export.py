@@ -34,6 +34,7 @@ from megatron.checkpoint.sources import WeightSource, averaged_lines, open_sourc
 from megatron.config import CheckpointConfig, ModelConfig
 from megatron.errors import RunError
 from megatron.model.hf_names import VOCABULARY, to_hugging_face
+from megatron.model.numbering import EMBEDDING_INDEX
 from megatron.tokenizer.padding import padded_vocab_size
 
 #: where from-hf keeps what is not weights, for to-hf and as a tokenizer folder
@@ -161,7 +162,8 @@ def to_folder(checkpoint: str | Path, target: str | Path, *, base: str | Path | 
     be read (trust, averages).
 
     The word table keeps the rows of ``base`` or of the true vocabulary, whichever are more, or all
-    with ``keep_padding``. Raises RunError, leaving no ``target``, when something does not fit.
+    with ``keep_padding``. Rows that a run with a smaller table left out come from ``base``, if it has
+    weights. Raises RunError, leaving no ``target``, when something does not fit.
     """
     target = Path(target)
     if target.exists():
@@ -182,7 +184,7 @@ def to_folder(checkpoint: str | Path, target: str | Path, *, base: str | Path | 
     try:
         part.mkdir(parents=True)
         tags = layer_tags(gated=False, learned_positions=kind == "gpt2", embed_layernorm=kind == "bloom")
-        rows = stored_rows = parameters = 0
+        rows = stored_rows = parameters = missing = 0
         for index in tqdm(layer_order(model.num_layers), desc=f"writing {target.name}", unit="layer", disable=None):
             tensors = source.layer(index, tags[layer_kind(index, model.num_layers)])
             for pair in (pair for pair in pairs if pair.index == index):
@@ -190,6 +192,8 @@ def to_folder(checkpoint: str | Path, target: str | Path, *, base: str | Path | 
                     raise RunError(f"{source.described(index)} lacks {pair.name}")
                 tensor = tensors.pop(pair.name)
                 if pair.layout == VOCABULARY:
+                    if missing := _missing_rows(base, tensor.shape[0]):
+                        tensor = torch.cat([tensor, _rows_of(base, tensor.shape[0]).to(tensor.dtype)])
                     stored_rows = tensor.shape[0]
                     rows = _kept_rows(stored_rows, true_sizes, keep_padding)
                     tensor, vocabulary_dtype = tensor[:rows], tensor.dtype
@@ -213,7 +217,9 @@ def to_folder(checkpoint: str | Path, target: str | Path, *, base: str | Path | 
     return Exported(kind=kind, parameters=parameters, bytes=writer.total_bytes, rows=rows,
                     dropped_rows=stored_rows - rows, files=tuple(path.name for path in written),
                     carried=tuple(name for name in carried if name != CONFIG),
-                    notes=(*([plan.warning] if plan.warning else []), *averaged_lines(source.averaged)))
+                    notes=(*([plan.warning] if plan.warning else []), *averaged_lines(source.averaged),
+                           *([f"the last {missing} rows of the word table, padding that the run left out, are those of {base}"]
+                             if missing else [])))
 
 
 def _base_of(folder: Path, base: str | Path | None) -> Path | None:
@@ -267,6 +273,18 @@ _TOLD = [name for name in ARCHITECTURE_FLAGS if name != "vocab_size"]
 def _kept_rows(stored: int, true_sizes: set[int | None], keep_padding: bool) -> int:
     fitting = [size for size in true_sizes if size and size <= stored]
     return stored if keep_padding else max(fitting, default=stored)
+
+
+def _missing_rows(base: Path | None, stored: int) -> int:
+    """How many rows the table of ``base`` has beyond ``stored`` ones; 0 without weights there."""
+    if base is None or not any(base.glob("*.safetensors*")) and not any(base.glob("*.bin*")):
+        return 0
+    return max(0, read_config(base).rows - stored)
+
+
+def _rows_of(base: Path, first: int) -> torch.Tensor:
+    """Rows of the word table of ``base`` from ``first`` on."""
+    return HuggingFaceFolder(base).layer(EMBEDDING_INDEX, {})["word_embeddings.weight"][first:]
 
 
 def _check_shape(pair, tensor: torch.Tensor, model: ModelConfig, rows: int, source: WeightSource) -> None:

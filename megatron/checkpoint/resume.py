@@ -10,7 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron.checkpoint import files, layouts
-from megatron.checkpoint.hugging_face import unfit
+from megatron.checkpoint.hugging_face import unfit, unread
 from megatron.checkpoint.iteration_folder import is_iteration_folder
 from megatron.checkpoint.load_plan import LoadPlan
 from megatron.checkpoint.optimizer_shards import OptimizerShards, load_optimizer, publish_masters
@@ -45,6 +45,8 @@ def check_stored(plan: LoadPlan, settings: Settings, context: ParallelContext) -
         except RunError as error:
             problem = str(error)
         agree(context, problem)
+        if context.rank == 0 and (note := unread(plan.path, settings.model)):
+            print(f"  {note}", flush=True)
         return {}
     try:
         if is_iteration_folder(plan.path):
