@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from small_runs import VOCAB, settings_of
 from tiny_data import write_documents, write_tokenizer
 
 from megatron.bitfit import is_bias
+from megatron.checkpoint import files
 from megatron.checkpoint.hugging_face import HuggingFaceFolder, unfit, unread
 from megatron.checkpoint.load_plan import plan_load
 from megatron.checkpoint.resume import check_stored
@@ -179,6 +181,33 @@ def test_padding_of_the_vocabulary_is_kept_on_request_and_dtypes_change(folders,
     for words in (("from-hf", "--save", tmp_path / "x"), ("to-hf", "--save", tmp_path / "y")):
         assert "fp16" in sentence(capsys, *words, "--load", tmp_path / "dropped", "--dtype", "fp16")
     assert not (tmp_path / "x").exists() and not (tmp_path / "y").exists() and not (tmp_path / "y.part").exists()
+
+
+def test_the_tokenizer_that_a_run_was_started_with_goes_along(folders, tmp_path, capsys):
+    """Without a base: GPT-2 vocabulary files, known from the arguments in the state file."""
+    import transformers
+
+    from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
+
+    shutil.copytree(folders[0] / "gpt2-ours", tmp_path / "run", ignore=shutil.ignore_patterns("hf", "manifest.json"))
+    (tmp_path / "vocabulary").mkdir()
+    write_tokenizer(tmp_path / "vocabulary")
+    names = {"vocab_file": str(tmp_path / "vocabulary" / "vocab.json"), "merge_file": str(tmp_path / "vocabulary" / "merges.txt")}
+    state = tmp_path / "run" / "global_step0" / "mp_rank_00_model_states.pt"
+    stored = files.read(state)
+    vars(stored["args"]).update(tokenizer_type="GPT2BPETokenizer", **names)
+    torch.save(stored, state)
+    assert convert(["to-hf", "--load", str(tmp_path / "run"), "--save", str(tmp_path / "out")]) == 0
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["eos_token_id"] == 256 and config["n_positions"] == 16 and config["vocab_size"] == 256
+    tokenizer, ours = transformers.AutoTokenizer.from_pretrained(tmp_path / "out"), GPT2BPETokenizer(**names)
+    assert tokenizer("a mat, été")["input_ids"] == ours.tokenize("a mat, été") and tokenizer.eos_token_id == ours.eod
+    assert_bit_equal({name: value[:VOCAB] if "wte" in name else value for name, value in tensors_of(tmp_path / "out").items()},
+                     expected_tensors(folders[1]["gpt2"]))
+    Path(names["vocab_file"]).unlink()
+    capsys.readouterr()
+    assert convert(["to-hf", "--load", str(tmp_path / "run"), "--save", str(tmp_path / "other")]) == 0
+    assert "no tokenizer is known" in capsys.readouterr().out
 
 
 def rewrite(folder, change):
