@@ -76,6 +76,7 @@ def test_the_folder_has_the_pipeline_layout_of_old(base, tmp_path, worker_group)
     state = files.read(tag / "mp_rank_03_model_states.pt")
     assert state["iteration"] == 1 and state["checkpoint_version"] == 3.0
     assert state["mp_world_size"] == 4 and state["args"].consumed_train_samples == 8
+    assert state["args"].position_embedding_type.name == "alibi"  # what other trainers compare
     assert state["checkpoint_info"] == {"padded_vocab_size": 96, "original_vocab_size": 93}
     assert state["lr_scheduler"].keys() >= {"max_lr", "min_lr", "warmup_steps", "num_steps", "decay_style"}
 
