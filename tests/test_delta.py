@@ -63,6 +63,7 @@ def test_the_delta_holds_the_whole_biases_of_a_single_process_run(trained):
 def test_a_run_of_some_terms_gives_these_alone(trained, tmp_path):
     state = files.mp_rank_file(tmp_path / "run" / "global_step3", 0)
     shutil.copytree(trained[0] / "run", tmp_path / "run")
+    (tmp_path / "run" / "global_step3" / "manifest.json").unlink()
     torch.save(files.read(state) | {"bitfit_bias_terms": ["query", "layernorm"]}, state)
     done = run("extract", "--checkpoint", tmp_path / "run", "--output", tmp_path / "d.safetensors")
     assert "14 biases, 336 elements, of query layernorm alone" in done.stdout, done.stderr

@@ -79,6 +79,12 @@ def test_slices_in_16_bits_on_an_fp32_base(tmp_path, worker_group):
     for (losses, _), (wanted, _) in zip(group.run(go_on, case, str(tmp_path / "delta"), 1),
                                         group.run(go_on, case, str(tmp_path / "whole"), 1)):
         assert losses == wanted
+    # a run of other terms whose base is a delta itself, saved in the background
+    other = dataclasses.replace(case, bias_terms=("layernorm",))
+    group.run(train_and_save, other, str(tmp_path / "delta"), 1, str(tmp_path / "second"), None, True)
+    assert read_delta(tmp_path / "second/global_step1" / NAME).facts.base == str(tag)
+    assert extract(tmp_path / "second", tmp_path / "delta").elements == 4 * 24
+    group.run(go_on, other, str(tmp_path / "second"), 1)
 
 
 def test_it_becomes_a_hugging_face_folder_without_being_put_together_first(runs, tmp_path):

@@ -24,6 +24,7 @@ from megatron.checkpoint.delta_file import (
 )
 from megatron.checkpoint.hugging_face import is_hugging_face, read_config
 from megatron.checkpoint.layer_tags import layer_kind, layer_order, layer_tags, trained_names
+from megatron.checkpoint.load_plan import plan_load
 from megatron.checkpoint.progress import stored_architecture, stored_arguments, stored_vocabulary
 from megatron.checkpoint.sources import WeightSource, open_source
 from megatron.config import BIAS_TERMS, CheckpointConfig
@@ -94,7 +95,8 @@ def open_delta_tag(folder: Path, config: CheckpointConfig | None) -> DeltaSource
     """
     delta = read_delta(folder / NAME)
     base = base_folder(folder, delta.facts, config.load if config else None)
-    return DeltaSource(open_source(base, config), delta, str(folder), folder)
+    # --load speaks of this tag's base; a base that is a delta itself knows its own
+    return DeltaSource(open_source(base, replace(config, load=None) if config else None), delta, str(folder), folder)
 
 
 def base_folder(folder: Path, facts: DeltaFacts, load: str | None) -> Path:
@@ -109,12 +111,8 @@ def base_folder(folder: Path, facts: DeltaFacts, load: str | None) -> Path:
 
 
 def checkpoint_folder(path: str | Path) -> Path:
-    """The folder with weights that ``path`` stands for: the tag its ``latest`` names, or ``path`` itself."""
-    tag = files.latest_tag(path)
-    folder = Path(path) / tag if tag else Path(path)
-    if not folder.is_dir() or not any(folder.iterdir()):
-        raise RunError(f"{path} holds no checkpoint")
-    return folder
+    """The folder with weights that ``path`` stands for, as --load would find it. RunError where there is none."""
+    return plan_load(CheckpointConfig(load=str(path))).path
 
 
 # --- offline: one layer after the other ---------------------------------------------------------

@@ -22,7 +22,7 @@ from megatron.checkpoint.delta import DeltaSource, Stored, checkpoint_folder, is
 from megatron.checkpoint.delta_file import Delta, read_delta, targets, write_delta
 from megatron.checkpoint.hugging_face import PREFIX, HuggingFaceFolder
 from megatron.checkpoint.hugging_face_files import INDEX
-from megatron.checkpoint.layouts import NUMBERS, current_name
+from megatron.checkpoint.layouts import NUMBERS, LayerFolder, current_name
 from megatron.errors import RunError
 from megatron.model.hf_names import to_hugging_face
 from megatron.model.numbering import canonical_name
@@ -68,8 +68,10 @@ def apply(base: str | Path, delta: Delta, target: str | Path, name: str = "the d
         part.mkdir(parents=True)
         if isinstance(stored.source, HuggingFaceFolder):
             _copy_hugging_face(changed, stored.source, part)
-        else:
+        elif isinstance(stored.source, LayerFolder):
             _copy_tag(changed, part)
+        else:
+            raise RunError(f"{folder} is in a format that is not written; convert it with tools/convert_checkpoint.py first")
         if unknown := sorted(targets(delta).keys() - source.replaced.keys()):
             raise RunError(f"the base {base} has no {unknown[0]} ({len(unknown)} of the delta's tensors are not in it)")
         if undo:
