@@ -85,7 +85,7 @@ def averaged_lines(averaged: Mapping[str, float]) -> Sequence[str]:
     """What was averaged, as lines for the console."""
     if not averaged:
         return []
-    return [f"copies that differed over TP ranks were averaged (--average-duplicated-parameters):",
+    return ["copies that differed over TP ranks were averaged (--average-duplicated-parameters):",
             *(f"  {name}: by up to {difference:.3g}" for name, difference in averaged.items())]
 
 
