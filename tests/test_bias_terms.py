@@ -203,7 +203,7 @@ def check_run(case: Case, folder: Path, worker_group) -> list[dict]:
         torch.testing.assert_close(torch.tensor(result["losses"]), torch.tensor(truth["losses"]), rtol=1e-4, atol=0)
         torch.testing.assert_close(torch.tensor(result["norms"]), torch.tensor(truth["norms"]), rtol=1e-4, atol=0)
         assert result["params_norm"] == pytest.approx(math.sqrt(weights), rel=1e-5)
-    old, new = delta.extract(base)[0], delta.extract(folder / "run")[0]
+    old, new = delta.biases_of(base).tensors, delta.biases_of(folder / "run").tensors
     wanted = {canonical(name, case.layers): tensor for name, tensor in truth["tensors"].items()
               if name.endswith("bias")}
     assert old.keys() == new.keys() == wanted.keys()
@@ -239,7 +239,7 @@ def test_half_size_bitfit_over_tp_equals_plain_torch_and_loads_anywhere(tmp_path
     block = files.read(tmp_path / "run" / "global_step1" / "layer_03-model_01-model_states.pt")
     fresh = files.read(tmp_path / "base" / "global_step1" / "layer_03-model_00-model_states.pt")
     assert list(block) == list(fresh)
-    whole = delta.extract(tmp_path / "run")[0]
+    whole = delta.biases_of(tmp_path / "run").tensors
     other = dataclasses.replace(case, tp=1, dp=2, bias_terms=("query", "key"))
     for result in worker_group(2).run(loaded, other, str(tmp_path / "run")):
         for layer in range(4):

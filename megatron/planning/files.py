@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.config import Settings
-from megatron.planning.shape import EMBEDDING, FIRST_BLOCK, WIDTH, Stage, held, tensors
+from megatron.planning.shape import WIDTH, Stage, held, tensors, trainable_parameters
 
 #: bytes that torch.save adds: to each file, and to each tensor in it
 FILE_OVERHEAD, TENSOR_OVERHEAD = 1650, 320
 #: arguments, random states and counters of one model-parallel rank; what describes its optimizer's shares
 STATE_FILE, OPTIMIZER_FILE = 28_000, 2_500
+#: names and arguments in the header of a delta; what tells a frozen tensor from another
+DELTA_HEADER, FINGERPRINT = 6_000, 16
 
 
 @dataclass(frozen=True)
@@ -57,29 +58,8 @@ def checkpoint_size(settings: Settings, cut: Sequence[Stage]) -> CheckpointSize:
                           state_files=states, overhead=overhead)
 
 
-def delta_size(settings: Settings, tag: str = "global_step1000") -> int:
-    """Bytes of the safetensors file with all biases, whole, in the dtype of the weights."""
+def delta_size(settings: Settings) -> int:
+    """Bytes of the safetensors file with what trains, whole, in the dtype of the weights, and a header of some kilobytes."""
     model = settings.model
-    width = WIDTH[model.params_dtype]
-    last = model.num_layers + 4
-    header: dict = {"__metadata__": {
-        "format": "bitfit-delta", "tag": tag, "layers": str(model.num_layers),
-        "checkpoint_parameters": str(_stored_elements(settings))}}
-    offset = 0
-    for tensor in tensors(model):
-        if tensor.name.rpartition(".")[2] != "bias":
-            continue
-        place = ("embedding" if tensor.layer == EMBEDDING else "final_layernorm" if tensor.layer == last
-                 else f"layers.{tensor.layer - FIRST_BLOCK}")
-        end = offset + width * tensor.elements
-        header[f"{place}.{tensor.name}"] = {"dtype": {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}[model.params_dtype],
-                                            "shape": list(tensor.shape), "data_offsets": [offset, end]}
-        offset = end
-    text = len(json.dumps(header, separators=(",", ":")))
-    return 8 + -(-text // 8) * 8 + offset
-
-
-def _stored_elements(settings: Settings) -> int:
-    model, tp = settings.model, settings.parallel.tensor_model_parallel_size
-    rotary = model.num_layers * model.kv_channels // 2 if model.position_embedding_type == "rotary" else 0
-    return tp * (rotary + sum(tensor.local(tp) for tensor in tensors(model) if not tensor.copy))
+    frozen = sum(not tensor.copy and tensor.trained(1, settings.optimizer) < tensor.elements for tensor in tensors(model))
+    return WIDTH[model.params_dtype] * trainable_parameters(model, settings.optimizer) + DELTA_HEADER + FINGERPRINT * frozen
