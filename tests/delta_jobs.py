@@ -64,3 +64,13 @@ def refusal_of(case: Case) -> str | None:
     except RunError as error:
         return str(error)
     return None
+
+
+def without_base(case: Case) -> str | None:
+    """What a run from random weights says that should save biases alone."""
+    settings, context, _, engine, _ = build_run(case, None)
+    try:
+        DeltaSaves(engine.module, settings, context, load_plan.LoadPlan(None, None))
+    except RunError as error:
+        return str(error)
+    return None

@@ -7,7 +7,8 @@ import struct
 
 import pytest
 import torch
-from delta_jobs import go_on, refusal_of, switch_to_deltas, train_and_save
+from command_lines import TINY, refusal
+from delta_jobs import go_on, refusal_of, switch_to_deltas, train_and_save, without_base
 from safetensors.torch import load_file
 from small_runs import Case, write_base
 
@@ -156,6 +157,13 @@ def test_padding_rows_do_not_count_and_a_lost_base_is_asked_for(runs, tmp_path):
     write_delta(tmp_path / "run/global_step2" / NAME, gone)
     with pytest.raises(RunError, match="holds biases only.*/gone.*resume with --load BASE"):
         open_source(tmp_path / "run/global_step2", CheckpointConfig(save=str(tmp_path / "run")))
+
+
+def test_a_start_without_a_base_or_without_biases_is_refused(tmp_path, worker_group, capsys):
+    said, = worker_group(1).run(without_base, Case(layers=1, bitfit=True, save=str(tmp_path / "run")))
+    assert "starts from random weights: give the base they belong to with --load" in said
+    for line in (f"{TINY} --save {tmp_path} --save-interval 5 --save-delta-only", f"{TINY} --bitfit --save-delta-only"):
+        assert "--save-delta-only" in refusal(capsys, line)
 
 
 def test_a_run_that_saved_whole_tags_needs_its_base_named(runs, tmp_path, worker_group):

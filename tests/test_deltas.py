@@ -243,7 +243,7 @@ def test_the_header_stays_under_64_kib_at_70_layers():
     frozen = ["input_layernorm.weight", "self_attention.query_key_value.weight", "self_attention.query_key_value.bias",
               "self_attention.dense.weight", "post_attention_layernorm.weight", "mlp.dense_h_to_4h.weight", "mlp.dense_4h_to_h.weight"]
     facts = DeltaFacts(num_layers=70, num_attention_heads=112, dtype="bf16", vocab_size=250680, step=10**6,
-                       base="/" + "x" * 200, arguments={f"argument_{number:03}": "/some/longer/path" * 3 for number in range(250)},
+                       base="/" + "x" * 200, arguments={f"argument_{number:03}": "/some/longer/path" * 3 for number in range(250)} | {"data_path": ["0.1", "/data/some_text_document"] * 5000},
                        prints={f"layers.{block}.{name}": f"{block:016x}" for block in range(70) for name in frozen})
     data = to_bytes(Delta({f"layers.{block}.{name}.bias": torch.zeros(1) for block in range(70) for name in per_layer}, facts))
     assert int.from_bytes(data[:8], "little") < 2**16

@@ -31,6 +31,7 @@ _FORMAT, _VERSION = "bitfit-delta", "2"
 _SLICES = BIAS_TERMS[:3]
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _PRINT = 16  # digits
+_LONGEST = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,7 @@ class DeltaFacts:
     prints: Mapping[str, str] = field(default_factory=dict)
     """fingerprint of each frozen tensor by its canonical name, see ``checkpoint.fingerprint``"""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """flags of the run"""
+    """flags of the run; of a long value the start alone is written"""
 
     @property
     def base_fingerprint(self) -> str:
@@ -100,7 +101,13 @@ def to_bytes(delta: Delta) -> bytes:
         "heads": str(facts.num_attention_heads), "dtype": facts.dtype, "terms": " ".join(facts.terms),
         "vocab_size": str(facts.vocab_size), "base": facts.base, "base_fingerprint": facts.base_fingerprint,
         "frozen": json.dumps(prints, separators=(",", ":")),
-        "arguments": json.dumps(facts.arguments, separators=(",", ":"), default=str)})
+        "arguments": json.dumps(dict(map(_short, facts.arguments.items())), separators=(",", ":"), default=str)})
+
+
+def _short(item: tuple[str, Any]) -> tuple[str, Any]:
+    """An argument as it is, or the start of its text: lists of data sets can be longer than all else in a header."""
+    name, value = item
+    return (name, value) if len(str(value)) <= _LONGEST else (name, str(value)[:_LONGEST] + " ...")
 
 
 def write_delta(path: str | Path, delta: Delta) -> None:
