@@ -53,7 +53,7 @@ class Flag:
 
 def _number(text: str, kind: type, allowed: Callable[[Any], bool], wanted: str) -> Any:
     try:
-        value = kind(text)
+        value = kind(text) if text.isascii() else None  # int() reads the digits of every script
     except ValueError:
         value = None
     if value is None or not math.isfinite(value) or not allowed(value):
@@ -79,6 +79,13 @@ def positive(text: str) -> float:
 def amount(text: str) -> float:
     """A finite number from 0."""
     return _number(text, float, lambda v: v >= 0, "a number from 0")
+
+
+def text(given: str) -> str:
+    """Any text but none: what a shell makes of an unset variable is no folder, file or name."""
+    if not given.strip():
+        raise argparse.ArgumentTypeError(f"{given!r} is empty; give a value, or leave the flag out")
+    return given
 
 
 def share(text: str) -> float:
@@ -228,7 +235,7 @@ USED: dict[str, tuple[Flag, ...]] = {
                 "compare what all TP ranks hold alike (LayerNorms, row biases) each iteration, repair from TP rank 0"),
         _used("--check-tp-duplicated-parameters", count, 0,
               "compare it every N iterations and name what differs; 0 for never"),
-        _used("--zero-stage", int, 1, "0 or 1; optimizer state is sharded (stage 1) in either case"),
+        _used("--zero-stage", whole, 1, "0 or 1; optimizer state is sharded (stage 1) in either case"),
     ),
     "validation and logging": (
         _used("--eval-iters", whole, 100, "batches per evaluation; 0 for none"),

@@ -10,6 +10,7 @@ import argparse
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from megatron.argument_table import (
@@ -22,10 +23,11 @@ from megatron.argument_table import (
     count,
     positive,
     share,
+    text,
     whole,
     word,
 )
-from megatron.arguments_check import UsageError, check_arguments, launch_environment
+from megatron.arguments_check import UsageError, check_arguments, launch_environment, named
 from megatron.config import (
     CheckpointConfig,
     DataConfig,
@@ -50,6 +52,10 @@ class _Parser(argparse.ArgumentParser):
     quiet = False
 
     def error(self, message: str) -> NoReturn:
+        unknown = message.removeprefix("unrecognized arguments: ")
+        if unknown != message:
+            near = get_close_matches(unknown.split()[0].split("=")[0], self._option_string_actions, n=1)
+            message += f"; did you mean {near[0]}?" if near else "; --help lists all flags and what they take"
         self.exit(2, None if self.quiet else f"{self.prog}: error: {message}\n")
 
 
@@ -81,18 +87,20 @@ def _add(group: argparse._ArgumentGroup, flag: Flag, entry: str) -> None:
     if flag.entry not in (None, entry):
         why = f"belongs to {flag.entry}.py; leave it out here"
     if why:
-        text = argparse.SUPPRESS if flag.hidden else why
-        group.add_argument(flag.name, action=_Refuse, why=why, neutral=flag.neutral, dest=flag.field, help=text,
+        shown = argparse.SUPPRESS if flag.hidden else why
+        group.add_argument(flag.name, action=_Refuse, why=why, neutral=flag.neutral, dest=flag.field, help=shown,
                            metavar="VALUE")
         return
-    text = flag.help if flag.no_effect else _help(flag)
+    shown = flag.help if flag.no_effect else _help(flag)
+    # choices and --bitfit-bias-terms say themselves what is allowed instead of nothing
+    kind = text if flag.kind is str and not (flag.choices or flag.empty or flag.no_effect) else flag.kind
     names = (flag.name, *flag.aliases)
     if flag.kind is None:
         group.add_argument(*names, dest=flag.field, action="store_const", const=not flag.negative,
-                           default=flag.default, help=text)
+                           default=flag.default, help=shown)
         return
     metavar = None if flag.choices else _METAVARS.get(flag.kind, "TEXT")
-    group.add_argument(*names, dest=flag.field, type=flag.kind, default=flag.default, help=text, metavar=metavar,
+    group.add_argument(*names, dest=flag.field, type=kind, default=flag.default, help=shown, metavar=metavar,
                        choices=flag.choices, required=flag.required, nargs=("*" if flag.empty else "+") if flag.many else None)
 
 
@@ -167,8 +175,9 @@ def settings_from(values: dict[str, Any], given: set[str], entry: str, environ: 
     derived = check_arguments(values, given, entry)
     config = None
     if values["deepspeed_config"] is not None:
-        config = read_deepspeed_config(values["deepspeed_config"])
-        derived |= fold_deepspeed_config(config, given)
+        with named(f"--deepspeed_config {values['deepspeed_config']}"):
+            config = read_deepspeed_config(values["deepspeed_config"])
+            derived |= fold_deepspeed_config(config, given)
     flags = values | {name: value for name, value in derived.items() if _plain(value)}
     values |= derived
     settings = Settings(
@@ -178,7 +187,8 @@ def settings_from(values: dict[str, Any], given: set[str], entry: str, environ: 
         tokenizer=_fill(TokenizerConfig, values), logging=_fill(LoggingConfig, values),
         deepspeed=config, flags=flags)
     if config is not None:
-        check_against_flags(config, settings)
+        with named(f"--deepspeed_config {values['deepspeed_config']}"):
+            check_against_flags(config, settings)
     return settings
 
 

@@ -7,10 +7,11 @@ is allowed.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron.config import BIAS_TERMS, SplitGroup
@@ -36,6 +37,17 @@ class UsageError(ValueError):
     def __init__(self, message: str, *, local: bool = False) -> None:
         super().__init__(message)
         self.local = local
+
+
+@contextlib.contextmanager
+def named(what: str) -> Iterator[None]:
+    """Put ``what``, a flag and its value, before a UsageError from inside that does not name it."""
+    try:
+        yield
+    except UsageError as error:
+        if str(error).startswith(what):
+            raise
+        raise UsageError(f"{what}: {error}", local=error.local) from error
 
 
 def _require(condition: bool, message: str) -> None:
@@ -95,6 +107,8 @@ def launch_environment(environ: Mapping[str, str], local_rank_flag: int | None) 
         # torchrun and deepspeed number their processes themselves; a bare srun does it by SLURM_PROCID
         raise UsageError(f"environment variables RANK={rank} and SLURM_PROCID={slurm_rank} contradict each other "
                          f"in a world of {world}; unset one of them or make them equal", local=True)
+    if world < 1:
+        raise UsageError(f"{origin[1]}={world} is no world; it counts the processes, from 1", local=True)
     if rank >= world:
         raise UsageError(f"{origin[0]}={rank} is outside the world of {origin[1]}={world}; "
                          f"allowed are 0 to {world - 1}", local=True)
@@ -195,12 +209,14 @@ def _check_bias_terms(values: Values, given: set[str]) -> dict[str, Any]:
         return {"bitfit_bias_terms": BIAS_TERMS}
     shown = _show("bitfit_bias_terms", values["bitfit_bias_terms"]).strip()
     allowed = f"allowed are all, or some of {' '.join(BIAS_TERMS)}"
-    terms = [term for text in values["bitfit_bias_terms"] for term in re.split(r"[,\s]+", text) if term]
+    listed = " ".join(values["bitfit_bias_terms"]).strip()
+    terms = re.split(r"\s*,\s*|\s+", listed) if listed.strip(", ") else []
     _require(values["bitfit"], f"{shown} says which biases --bitfit trains; give --bitfit too, or leave it out")
     _require(bool(terms), f"{shown} names no bias; {allowed}")
     if terms == ["all"]:
         return {"bitfit_bias_terms": BIAS_TERMS}
     for term in terms:
+        _require(bool(term), f"{shown}: a comma has no bias on one side; {allowed}")
         _require(term != "all", f"{shown}: all stands alone; {allowed}")
         _require(term in BIAS_TERMS, f"{shown}: {term!r} is not a kind of bias; {allowed}")
         _require(terms.count(term) == 1, f"{shown}: {term} is given {terms.count(term)} times; {allowed}")
@@ -292,7 +308,7 @@ def _check_batches(values: Values) -> dict[str, Any]:
     total = values["global_batch_size"] or unit
     per_pass = f"--micro-batch-size {micro} x data parallel size {replicas} = {unit}"
     _require(total % unit == 0, f"--global-batch-size {total} is not a multiple of {per_pass}; "
-                                f"try {total // unit * unit or unit} or {(total // unit + 1) * unit}")
+                                f"try {' or '.join(str(n * unit) for n in (total // unit, total // unit + 1) if n)}")
     first = total
     if ramp := values["rampup_batch_size"]:
         shown = _show("rampup_batch_size", ramp)

@@ -18,8 +18,9 @@ from megatron.config import Settings
 #: steps between DeepSpeed's own progress lines; the trainer prints its own
 _NEVER = 10**12
 #: keys that only make DeepSpeed say more; passed on as they are
-_HARMLESS = ("steps_per_print", "wall_clock_breakdown", "comms_logger", "flops_profiler", "dump_state",
-             "memory_breakdown", "tensorboard", "csv_monitor", "wandb", "timers")
+_SPOKEN = ("wall_clock_breakdown", "dump_state", "memory_breakdown")
+_HARMLESS = ("steps_per_print", *_SPOKEN, "comms_logger", "flops_profiler", "tensorboard", "csv_monitor", "wandb",
+             "timers")
 _READ = ("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps", "gradient_clipping",
          "zero_optimization", "fp16", "bf16", "bfloat16", "zero_allow_untested_optimizer")
 #: sections of fp16 -> (field of the settings, value of the settings from the value of the JSON)
@@ -48,10 +49,14 @@ def read_deepspeed_config(path: str) -> dict[str, Any]:
     try:
         with open(path, encoding="utf-8") as file:
             config = json.load(file, object_pairs_hook=once)
+    except RecursionError as error:
+        raise UsageError(f"--deepspeed_config {path} nests its brackets too deep to be read", local=True) from error
     except (OSError, ValueError) as error:
-        raise UsageError(f"--deepspeed_config {path} cannot be read: {error}", local=True) from error
+        raise UsageError(f"--deepspeed_config {path} cannot be read as JSON: {error}", local=True) from error
     if not isinstance(config, dict):
-        raise UsageError(f"--deepspeed_config {path} holds a {type(config).__name__}, not a JSON object")
+        kinds = {list: "a list", str: "a text", bool: "a truth value", type(None): "null"}
+        raise UsageError(f"--deepspeed_config {path} holds {kinds.get(type(config), 'a number')}, not a JSON object "
+                         "{...} of settings", local=True)
     return config
 
 
@@ -119,6 +124,7 @@ def check_against_flags(config: Mapping[str, Any], settings: Settings) -> None:
         if key not in _HARMLESS and key not in _READ and not _is_off(config[key]):
             raise UsageError(f"{key} in the DeepSpeed JSON is not offered; remove it (allowed are "
                              f"{', '.join((*_READ, *_HARMLESS))})")
+    _check_harmless(config)
     _check_batch(config, settings)
     if "gradient_clipping" in config and config["gradient_clipping"] != settings.optimizer.clip_grad:
         raise _differ("gradient_clipping", config["gradient_clipping"], "--clip-grad", settings.optimizer.clip_grad)
@@ -138,6 +144,20 @@ def check_against_flags(config: Mapping[str, Any], settings: Settings) -> None:
         check_loss_scale("--initial-loss-scale (2 ** initial_scale_power in the DeepSpeed JSON)",
                          settings.optimizer.initial_loss_scale, settings.optimizer.min_loss_scale)
     _check_zero(_section(config, "zero_optimization"))
+
+
+def _check_harmless(config: Mapping[str, Any]) -> None:
+    """DeepSpeed would end in a traceback over these, after the model has been built."""
+    for key in _HARMLESS:
+        if key not in config:
+            continue
+        if key == "steps_per_print":
+            _get_number(config, key, whole=True, least=1)
+        elif key in _SPOKEN:
+            if not isinstance(config[key], bool):
+                raise UsageError(f"{key} in the DeepSpeed JSON is {json.dumps(config[key])}; allowed are true and false")
+        elif not isinstance(enabled := _section(config, key).get("enabled", False), bool):
+            raise UsageError(f"{key}.enabled in the DeepSpeed JSON is {json.dumps(enabled)}; allowed are true and false")
 
 
 def _check_batch(config: Mapping[str, Any], settings: Settings) -> None:

@@ -13,9 +13,16 @@ class SharedRunError(RunError):
 
 
 def print_answer(text: str) -> None:
-    """Print what a tool was asked for; a reader that has seen enough (``| head``) is no fault."""
+    """Print what a tool was asked for; a reader that has seen enough (``| head``) is no fault.
+
+    Ends the process with code 1 and one sentence where standard output cannot be written (a full disk).
+    """
     try:
         print(text, flush=True)
-    except BrokenPipeError:
+    except OSError as error:
         # the interpreter flushes once more when it ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            print(f"error: standard output cannot be written: {error.strerror}; give the answer a file or disk that "
+                  "has room", file=sys.stderr)
+            raise SystemExit(1) from None

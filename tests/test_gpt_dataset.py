@@ -14,6 +14,7 @@ from megatron.data import caching, gpt_dataset
 from megatron.data.gpt_dataset import GPTDataset, build_datasets
 from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron.data.splits import parse_weighted_groups
+from megatron.errors import RunError
 
 
 def write(prefix, sizes, first=0):
@@ -201,20 +202,15 @@ def test_a_cache_of_another_shape_or_with_pickled_objects_is_not_used(tmp_path):
         OSError(28, "No space left on device"),
     ],
 )
-def test_a_folder_that_cannot_be_written_costs_a_warning_and_leaves_no_rest(
-    tmp_path, monkeypatch, caplog, error
-):
+def test_a_folder_that_cannot_be_written_is_an_error_and_leaves_no_rest(tmp_path, monkeypatch, error):
     indexed = IndexedDataset(write(tmp_path / "d", [30, 20]))
 
     def refuse(*_, **__):
         raise error
 
     monkeypatch.setattr(caching.np, "save", refuse)
-    data = GPTDataset("train", indexed, np.arange(2), 9, 7, 5)
-    monkeypatch.undo()
-    fresh = GPTDataset("train", indexed, np.arange(2), 9, 7, 5, cache=False)
-    assert [data[k]["text"].tolist() for k in range(9)] == [fresh[k]["text"].tolist() for k in range(9)]
-    assert error.strerror in caplog.text and "kept in memory" in caplog.text
+    with pytest.raises(RunError, match=f"{tmp_path}/d_train_.*cannot be written .{error.strerror}.*writable"):
+        GPTDataset("train", indexed, np.arange(2), 9, 7, 5)
     assert sorted(os.listdir(tmp_path)) == ["d.bin", "d.idx"]
 
 

@@ -46,7 +46,8 @@ class BroadcastRows:
             except StopIteration:
                 error = RunError("the data ended before the run did")
             except ValueError as fault:  # a row that cannot be used; the message names its file
-                error = RunError(str(fault))
+                # from a worker process it comes as the last line of a traceback
+                error = RunError(str(fault).strip().splitlines()[-1].removeprefix("ValueError: "))
             except Exception as fault:  # told to the group first, raised below
                 error = fault
         rows = rows.to(self.device)

@@ -13,6 +13,8 @@ from typing import BinaryIO
 
 import numpy as np
 
+from megatron.errors import RunError
+
 logger = logging.getLogger(__name__)
 
 
@@ -96,7 +98,7 @@ def cached_arrays(stem: str, expected: Mapping[str, Expected],
     built again. ``build`` must be deterministic and ``stem`` name everything it
     depends on: then any number of processes on any hosts may build and write at
     once, since each file is replaced whole by the same bytes.
-    A folder that cannot be written to costs a warning; the arrays then live in memory.
+    Raises RunError where they cannot be written: each process and start would build them anew.
     """
     paths = {key: f"{stem}_{key}.npy" for key in expected}
 
@@ -121,7 +123,6 @@ def cached_arrays(stem: str, expected: Mapping[str, Expected],
                 with atomic_file(paths[key]) as file:
                     np.save(file, built[key], allow_pickle=False)
         except OSError as error:
-            logger.warning("the index cache %s_*.npy cannot be written (%s); the arrays are kept in memory, "
-                           "and every process and start builds them anew", stem, error)
-            return built
+            raise RunError(f"the index cache {stem}_*.npy cannot be written ({error.strerror or error}); make its folder "
+                           "writable, or link the .bin and .idx into a folder that is, and name that one") from error
     return load() or built

@@ -130,7 +130,8 @@ def check_ids(tokens: np.ndarray, vocab_size: int, prefix: str) -> None:
     worst = int(tokens.max()) if tokens.max() >= vocab_size else int(tokens.min())
     if not 0 <= worst < vocab_size:
         raise ValueError(f"{prefix} holds the token id {worst}, but the tokenizer of this run has "
-                         f"{vocab_size} ids (0 .. {vocab_size - 1}); the data were made with another one")
+                         f"{vocab_size} ids (0 .. {vocab_size - 1}); the data were made with another one, "
+                         "so give the --tokenizer-type and files they were made with")
 
 
 # --- all the datasets of a run ---
@@ -186,7 +187,7 @@ def assemble(data: DataConfig, count: Callable[[str], int], make: Maker, *, trai
     """
     if data.data_path:
         prefixes, weights = parse_data_path(data.data_path)
-        bounds = [split_boundaries(parse_split(data.split), count(prefix)) for prefix in prefixes]
+        bounds = [split_boundaries(parse_split(data.split), _counted("--data-path", prefix, count)) for prefix in prefixes]
         train, valid, test = (
             _blend(name, prefixes, weights, [(each[k], each[k + 1]) for each in bounds], samples, make)
             for k, (name, samples) in enumerate([("train", train_samples), ("valid", valid_samples),
@@ -194,25 +195,34 @@ def assemble(data: DataConfig, count: Callable[[str], int], make: Maker, *, trai
         return Datasets(train=train, valid={} if valid is None else {"valid": valid},
                         test={} if test is None else {"test": test})
 
-    def build(groups: Sequence[SplitGroup], samples: int) -> dict[str, Dataset]:
-        built = {group.name: _blend(group.name, group.paths, group.weights, _ranges(group, count), samples,
-                                    make) for group in groups}
+    def build(part: str, groups: Sequence[SplitGroup], samples: int) -> dict[str, Dataset]:
+        built = {group.name: _blend(group.name, group.paths, group.weights, _ranges(part, group, count),
+                                    samples, make) for group in groups}
         return {name: dataset for name, dataset in built.items() if dataset is not None}
 
-    train = list(build(data.train_groups, train_samples).values())
+    train = list(build("train", data.train_groups, train_samples).values())
     if len(train) > 1:
         raise ValueError(f"training takes one group of weighted split paths, {len(train)} were given")
-    return Datasets(train=train[0] if train else None, valid=build(data.valid_groups, valid_samples),
-                    test=build(data.test_groups, test_samples))
+    return Datasets(train=train[0] if train else None, valid=build("valid", data.valid_groups, valid_samples),
+                    test=build("test", data.test_groups, test_samples))
 
 
-def _ranges(group: SplitGroup, count: Callable[[str], int]) -> list[tuple[int, int]]:
-    ranges = []
+def _counted(flag: str, prefix: str, count: Callable[[str], int]) -> int:
+    try:
+        return count(prefix)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{flag} {prefix}: {error}") from error
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{flag} {prefix}: {error}") from error
+
+
+def _ranges(part: str, group: SplitGroup, count: Callable[[str], int]) -> list[tuple[int, int]]:
+    flag, ranges = f"--{part}-weighted-split-paths", []
     for path, (start, end) in zip(group.paths, group.splits):
-        n = count(path)
+        n = _counted(flag, path, count)
         ranges.append((round(start * n), round(end * n)))
         if ranges[-1][0] == ranges[-1][1]:
-            raise ValueError(f"group {group.name!r}: the range {start:g}:{end:g} of {path}, which has {n} "
+            raise ValueError(f"{flag}: group {group.name!r}: the range {start:g}:{end:g} of {path}, which has {n} "
                              "documents, holds none; widen the range")
     return ranges
 

@@ -77,7 +77,8 @@ class IndexedDataset:
         self._index_path, self._bin_path = prefix + ".idx", prefix + ".bin"
         for path in (self._index_path, self._bin_path):
             if not os.path.isfile(path):
-                raise FileNotFoundError(f"dataset {prefix!r} needs the file {path}, which does not exist")
+                raise FileNotFoundError(f"dataset {prefix!r} needs the file {path}, which does not exist; "
+                                        "give the path without .idx and .bin, or make both with tools/preprocess_data.py")
         if warmup:
             for path in (self._index_path, self._bin_path):
                 _read_through(path)
@@ -120,7 +121,8 @@ class IndexedDataset:
         return IndexedDataset, (self.prefix, self._impl)
 
     def _damaged(self, what: str) -> ValueError:
-        return ValueError(f"{self._index_path} {what}; the dataset is damaged or of another kind")
+        return ValueError(f"{self._index_path} {what}; the dataset is damaged or of another kind, "
+                          "make it again with tools/preprocess_data.py")
 
     def _read_index(self, index: memoryview) -> None:
         if len(index) < HEADER.size:
@@ -172,7 +174,8 @@ class IndexedDataset:
         if len(self._tokens) != tokens * self.dtype.itemsize:
             raise ValueError(f"{self._bin_path} has {len(self._tokens)} bytes, but {self._index_path} "
                              f"describes {tokens} tokens of {self.dtype.itemsize} bytes = "
-                             f"{tokens * self.dtype.itemsize}; the two do not belong together or one is cut")
+                             f"{tokens * self.dtype.itemsize}; the two do not belong together or one is cut, "
+                             "make both again with tools/preprocess_data.py")
         step = 1 << 22  # in pieces: an index may hold hundreds of millions of sequences
         if n and self.pointers[0] != 0:
             raise self._damaged(f"places its first sequence at byte {self.pointers[0]} instead of 0")
