@@ -328,6 +328,20 @@ def test_a_tag_without_manifest_loads_with_a_note(unbroken, tmp_path):
     assert "has no manifest.json" in plan.warning and "\n" not in plan.warning
 
 
+@pytest.mark.parametrize("edit", [
+    {"files": {"a.pt": {"bytes": "3", "crc32": "0"}}}, {"files": {"../a.pt": {"bytes": 3, "crc32": "0"}}}, {"files": ["a.pt"]},
+    {"sequence": "1"}, {"iteration": None}, {"more": 1}], ids=str)
+def test_an_edited_manifest_is_damage_and_no_other_error(edit, tmp_path):
+    tag = tmp_path / "global_step1"
+    tag.mkdir()
+    (tag / "a.pt").write_bytes(b"abc")
+    manifest.write(tag, manifest.Manifest(1, "run", 1, {}, "fp32", (manifest.Entry("a.pt", 3, "352441c2"),)))
+    assert manifest.damage(tag, verify=True) is None
+    (tag / manifest.NAME).write_text(json.dumps({**json.loads((tag / manifest.NAME).read_text()), **edit}))
+    assert f"{tag / manifest.NAME} cannot be read" in manifest.damage(tag, verify=True)
+    assert manifest.tags_with_manifest(tmp_path) == [("global_step1", None)]
+
+
 def test_a_start_that_counts_anew_is_another_run_whose_base_stays(unbroken):
     """--keep-last removes tags of the run that saves, and what a run started from is none of them."""
     own = manifest.read(unbroken[0] / "global_step6").run
@@ -431,6 +445,23 @@ def test_rank_0_waits_for_files_of_other_nodes_and_says_when_they_never_come(tmp
         tmp_path / "global_step3.part" / entries[0].name).write_text("late"))
     saver._publish(pending, entries)
     assert usable_tag(tmp_path) == ("global_step3", None)
+
+
+def test_a_second_job_in_the_same_folder_is_noticed(tmp_path):
+    """A requeued job whose first instance still runs: the later save of the two ends its job, and removes nothing."""
+    def publish(saver, iteration):
+        (tmp_path / f"global_step{iteration}.part").mkdir()
+        saver._publish(save._Pending(f"global_step{iteration}", iteration, TagWriter(), 0.0, torch.device("cpu")), [])
+
+    one, other = (save.Saver(settings_of(Case(save=str(tmp_path))), ParallelContext()) for _ in range(2))
+    publish(one, 5)
+    publish(one, 10)
+    with pytest.raises(RunError, match="another job has saved global_step10 into this folder"):
+        publish(other, 7)
+    assert usable_tag(tmp_path) == ("global_step10", None)
+    publish(one, 15)
+    publish(save.Saver(settings_of(Case(save=str(tmp_path))), ParallelContext()), 20)
+    assert manifest.read(tmp_path / "global_step20").sequence == 4
 
 
 @pytest.mark.parametrize("flag", ["--keep-last 2", "--async-save"])

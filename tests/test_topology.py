@@ -1,6 +1,8 @@
 """A run saved at some TP, PP, DP and precision goes on at others as if it had not been broken."""
 
+import argparse
 import dataclasses
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,14 +11,16 @@ import pytest
 import torch
 from deepspeed.utils.tensor_fragment import fragment_address
 from resume_jobs import refusal
-from small_runs import VOCAB, Case, write_base
+from small_runs import VOCAB, Case, settings_of, write_base
 from topology_jobs import digest, go_on, save_and_go_on, streams_after, streams_of_a_start
 from worker_group import JobFailed
 
-from megatron.checkpoint import files, manifest
+from megatron.checkpoint import files, manifest, resume
+from megatron.checkpoint.load_plan import LoadPlan
 from megatron.checkpoint.optimizer_shards import MASTER, OptimizerShards, load_optimizer
 from megatron.errors import RunError
 from megatron.mpu.context import ParallelContext
+from megatron.mpu.random import seed_everything
 from megatron.mpu.tags import ParamTag, tag_parameter, unshard
 
 SAVED = Case(tp=2, pp=2, optimizer="adam", lr=1e-2, decay="linear", weight_decay=0.1, hidden=48, heads=12, micro=4)
@@ -342,6 +346,52 @@ def test_a_spoiled_optimizer_file_is_named(spoil, words, copy_of):
     spoil(optimizer_file(copy_of, 2))
     with pytest.raises(RunError, match=words):
         OptimizerShards(copy_of, 2, 2)
+
+
+def test_optimizer_files_of_as_many_replicas_as_saved(copy_of):
+    for path in copy_of.glob("zero_*"):  # left behind by a save at DP 2
+        shutil.copy(path, path.with_name(path.name.replace("rank_0_mp", "rank_1_mp")))
+    with pytest.raises(RunError, match="optimizer state of 2 DP ranks and was saved by 1"):
+        OptimizerShards(copy_of, 2, 2, dp_size=1)
+
+
+def test_plain_sgd_is_not_taken_for_adam_before_its_first_step(copy_of):
+    for rank in range(4):
+        changed(optimizer_file(copy_of, rank), lambda state: state["optimizer_state_dict"]["base_optimizer_state"].update(
+            state={}, param_groups=[{"momentum": 0, "params": [0]}, {"momentum": 0, "params": [1]}]))
+    inner = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(4))])
+    with pytest.raises(RunError, match="saved with --optimizer sgd, this run has --optimizer adam.*--no-load-optim"):
+        load_optimizer(SimpleNamespace(optimizer=inner), torch.nn.Module(), OptimizerShards(copy_of, 2, 2), ParallelContext())
+
+
+@pytest.mark.parametrize("rank, words", [(0, "mp_rank_00.* is of iteration 4, manifest.json says 5"),
+                                         (3, "mp_rank_03.* is of iteration 4, that of rank 0 says 5")])
+def test_a_state_file_of_another_save_is_found_without_checksums(rank, words, copy_of):
+    if rank == 0:
+        manifest.write(copy_of, manifest.Manifest(5, "run", 1, {}, "fp32", ()))
+    changed(files.mp_rank_file(copy_of, rank), lambda state: state.update(iteration=4))
+    plan = LoadPlan(str(copy_of.parent), copy_of.name, resume=True, progress=True, rng=True)
+    first, stored = (files.read(files.mp_rank_file(copy_of, each)) for each in (0, rank))
+    assert re.search(words, resume._other_iteration(stored, first, plan, rank))
+    if rank == 0:
+        with pytest.raises(RunError, match=words):
+            resume.check_stored(plan, settings_of(dataclasses.replace(SAVED, tp=1, pp=1)), ParallelContext())
+
+
+def test_a_resume_says_which_flags_differ_and_that_random_states_are_missing(copy_of, capsys):
+    stored = files.read(files.mp_rank_file(copy_of, 0))
+    stored["args"] = argparse.Namespace(seed=7, adam_beta2=0.999, clip_grad=1.0, split="1,1,1", lr=1.0)
+    del stored["torch_rng_state"]
+    settings = dataclasses.replace(settings_of(SAVED), flags={"seed": 7, "adam_beta2": 0.95, "clip_grad": 0.5, "lr": 2.0})
+    plan, context = LoadPlan(str(copy_of.parent), copy_of.name, progress=True, rng=True), ParallelContext(tp_size=1)
+    streams = seed_everything(1, context)
+    assert resume.resume(None, plan, stored, streams, settings, context).iteration == 5
+    said = capsys.readouterr().out
+    assert "changed since the save: --clip-grad 1.0 -> 0.5, --adam-beta2 0.999 -> 0.95\n" in said
+    assert "random streams start anew from --seed 7 and iteration 5" in said
+    drawn = torch.rand(3)
+    seed_everything(settings.train.seed, context)
+    assert not torch.equal(drawn, torch.rand(3))  # not the masks of the first iterations again
 
 
 def test_another_optimizer_or_trainable_set_is_refused_at_any_degrees(unbroken, worker_group):

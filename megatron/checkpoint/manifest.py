@@ -72,10 +72,14 @@ def read(folder: Path) -> Manifest | None:
         entries = tuple(Entry(name, **entry) for name, entry in facts.pop("files").items())
         if any(Path(entry.name).name != entry.name for entry in entries):
             raise ValueError("a file outside the folder")
-        return Manifest(**facts, files=entries)
+        manifest = Manifest(**facts, files=entries)
+        numbers = manifest.iteration, manifest.sequence, *(entry.bytes for entry in entries)
+        if any(type(number) is not int for number in numbers):
+            raise ValueError("a length, iteration or sequence that is no whole number")
+        return manifest
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise RunError(f"{path} cannot be read ({error})") from None
 
 

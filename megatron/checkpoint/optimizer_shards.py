@@ -57,18 +57,21 @@ class OptimizerShards:
     """All optimizer files of the tag folder ``folder``, written at TP ``tp_size`` and PP ``pp_size``.
 
     With ``trust`` files may run code, with ``average`` copies that differ over TP are averaged.
-    ``our_name`` turns names of a trainer that numbers its layers otherwise into ours. Raises RunError naming the file when one is missing, damaged or does not say which parameters
-    it holds.
+    ``our_name`` turns names of a trainer that numbers its layers otherwise into ours; ``dp_size`` is the DP degree
+    where that is known. Raises RunError naming the file when one is missing, damaged or does not say which
+    parameters it holds.
     """
 
     def __init__(self, folder: Path, tp_size: int, pp_size: int, *, trust: bool = False, average: bool = False,
-                 our_name: Callable[[str], str] = str) -> None:
+                 our_name: Callable[[str], str] = str, dp_size: int | None = None) -> None:
         self.folder, self.tp_size, self.pp_size = folder, tp_size, pp_size
         self._our_name = our_name
         self.moments: tuple[str, ...] = ()
         """names of the moments; () when no step was made before the save"""
         self.step: float | None = None
         """updates that Adam has counted; None for optimizers that count none"""
+        self.optimizer: str | None = None
+        """adam or sgd, as far as the files tell"""
         self.loss_scaler = None
         """DeepSpeed's LossScaler or DynamicLossScaler; None under bf16"""
         self.averaged: dict[str, float] | None = {} if average else None
@@ -77,6 +80,9 @@ class OptimizerShards:
         self._seen = False
         paths = _paths(folder, tp_size * pp_size)
         self.dp_size = len(paths[0])
+        if dp_size not in (None, self.dp_size):
+            raise RunError(f"{folder} holds optimizer state of {self.dp_size} DP ranks and was saved by {dp_size}: "
+                           "files are missing, or left of another save")
         for mp_rank, over_dp in enumerate(paths):
             for path in over_dp:
                 self._add(path, *divmod(mp_rank, tp_size), trust)
@@ -95,6 +101,7 @@ class OptimizerShards:
             raise RunError(f"{path} is no optimizer state that can be regrouped ({type(error).__name__} {error}); "
                            "start from the weights with --load of it and another --save folder") from error
         self.loss_scaler = state.get("loss_scaler", self.loss_scaler)
+        self.optimizer = _kind_of(state) or self.optimizer
         for (tensors, step), by_name in zip(groups, slices, strict=True):
             self._agree(path, tuple(sorted(tensors.keys() - {MASTER})), step)
             for name, address in by_name.items():
@@ -191,6 +198,12 @@ def _groups(state: dict) -> Iterator[tuple[dict[str, torch.Tensor], float | None
     return iter(result)
 
 
+def _kind_of(state: dict) -> str | None:
+    base = state["base_optimizer_state"]
+    constants = base["param_groups"][0] if isinstance(base, dict) else {}
+    return "adam" if "betas" in constants else "sgd" if "momentum" in constants else None
+
+
 # --- into an engine ---------------------------------------------------------------------------
 
 
@@ -244,6 +257,9 @@ def _check_kind(inner: torch.optim.Optimizer, shards: OptimizerShards) -> None:
         raise RunError(f"{shards.folder} holds {', '.join(shards.moments)} of each parameter, --optimizer {kind} needs "
                        f"{', '.join(sorted(wanted)) or 'nothing'}; resume with the optimizer it was saved with, or start "
                        "with --no-load-optim")
+    if shards.optimizer not in (None, kind):  # plain SGD leaves nothing that would not fit
+        raise RunError(f"{shards.folder} was saved with --optimizer {shards.optimizer}, this run has --optimizer {kind}; "
+                       "resume with the optimizer it was saved with, or start with --no-load-optim")
 
 
 def _load_scale(scaler, stored) -> None:

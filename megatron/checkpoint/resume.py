@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron.checkpoint import files, layouts
+from megatron.checkpoint import files, layouts, manifest
 from megatron.checkpoint.hugging_face import unfit, unread
 from megatron.checkpoint.iteration_folder import is_iteration_folder
 from megatron.checkpoint.load_plan import LoadPlan
@@ -55,9 +55,10 @@ def check_stored(plan: LoadPlan, settings: Settings, context: ParallelContext) -
             stored = files.read(files.mp_rank_file(plan.path, 0), trust=trust)
         problem = _other_architecture(stored, plan, settings)
         if not plan.weights_only and not problem:
-            rank = context.pp_rank * context.tp_size + context.tp_rank
+            rank, first = context.pp_rank * context.tp_size + context.tp_rank, stored
             if saved_degrees(stored, plan.path)[:2] == (context.tp_size, context.pp_size) and rank:
                 stored = files.read(files.mp_rank_file(plan.path, rank), trust=trust)
+            problem = _other_iteration(stored, first, plan, rank)
             if plan.resume and "lr_scheduler" not in stored:
                 problem = (f"{plan.path} has no state of a learning-rate schedule, so it is no run to be resumed; "
                            "start from its weights: --load it with another --save folder")
@@ -87,6 +88,16 @@ def _other_architecture(stored: dict, plan: LoadPlan, settings: Settings) -> str
         if name in now and value != now[name]:
             return (f"{plan.path} holds a model with {name} {value}, this run has {now[name]} "
                     f"({ARCHITECTURE_FLAGS[name]}); make them equal, or load another checkpoint")
+    return None
+
+
+def _other_iteration(stored: dict, first: dict, plan: LoadPlan, rank: int) -> str | None:
+    """Whether a state file comes from another save than the rest: ranks would count differently."""
+    known = manifest.read(plan.path)
+    for where, iteration in ((manifest.NAME, known and known.iteration), ("that of rank 0", first.get("iteration"))):
+        if None not in (iteration, stored.get("iteration")) and iteration != stored["iteration"]:
+            return (f"{files.mp_rank_file(plan.path, rank)} is of iteration {stored['iteration']}, {where} says {iteration}: "
+                    "files of several saves are mixed; copy the checkpoint again")
     return None
 
 
@@ -120,7 +131,7 @@ def _open_shards(plan: LoadPlan, stored: dict, settings: Settings) -> OptimizerS
     tp, pp, _ = saved_degrees(stored, plan.path)
     allowed = settings.checkpoint
     return OptimizerShards(plan.path, tp, pp, trust=allowed.trust_checkpoint,
-                           average=allowed.average_duplicated_parameters,
+                           average=allowed.average_duplicated_parameters, dp_size=stored.get("dp_world_size"),
                            our_name=functools.partial(_our_name, _numbers(plan.path, allowed.trust_checkpoint)))
 
 
@@ -186,15 +197,36 @@ def resume(engine, plan: LoadPlan, stored: dict, streams, settings: Settings, co
         engine.skipped_steps = stored.get("skipped_steps", 0)
     progress = _progress(stored) if plan.progress else Progress()
     saved = saved_degrees(stored, plan.path) if stored else None
-    anew = plan.rng and "torch_rng_state" in stored and saved[:2] != (context.tp_size, context.pp_size)
+    problem = None
+    anew = plan.rng and ("torch_rng_state" not in stored or saved[:2] != (context.tp_size, context.pp_size))
     if anew:
         restart_streams(settings.train.seed, stored.get("iteration", 0), context, streams)
-    elif plan.rng and "torch_rng_state" in stored:
-        restore_rng_state(stored, streams)
+    elif plan.rng:
+        try:
+            restore_rng_state(stored, streams)
+        except (ValueError, KeyError) as error:
+            problem = f"random states of {plan.path} cannot be taken up: {error}"
+    agree(context, problem)
     if context.rank == 0 and (plan.resume or plan.rng):
-        for line in _what_changed(saved, context, settings, stored.get("iteration", 0) if anew else None):
+        for line in (*_what_changed(saved, context, settings, stored.get("iteration", 0) if anew else None),
+                     *_other_flags(stored, settings)):
             print(line, flush=True)
     return progress
+
+
+#: what a resume takes from the flags though it is part of what the run computes
+_FROM_FLAGS = ("seed", "data_path", "train_weighted_split_paths", "split", "seq_length", "dataloader_type", "micro_batch_size",
+               "global_batch_size", "rampup_batch_size", "loss_normalization", "weight_decay", "clip_grad", "adam_beta1",
+               "adam_beta2", "adam_eps", "sgd_momentum", "hidden_dropout", "attention_dropout")
+
+
+def _other_flags(stored: dict, settings: Settings) -> Iterator[str]:
+    """A line about flags that are not as they were at the save."""
+    then, now = stored_arguments(stored), settings.flags
+    changed = [f"--{name.replace('_', '-')} {then[name]} -> {now[name]}" for name in _FROM_FLAGS
+               if name in then and name in now and then[name] != now[name]]
+    if changed:
+        yield f"changed since the save: {', '.join(changed)}"
 
 
 def _what_changed(saved: tuple[int, int, int], context: ParallelContext, settings: Settings,

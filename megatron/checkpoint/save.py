@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import secrets
 import shutil
@@ -57,6 +58,7 @@ class Saver:
         self.folder = Path(settings.checkpoint.save or "")
         self._pending: _Pending | None = None
         self._run = _run_of(plan) if context.rank == 0 else None
+        self._known = _newest(self.folder)[0] if context.rank == 0 and settings.checkpoint.save else 0
 
     def save(self, engine, progress: Progress, streams) -> None:
         """Collective: write one tag of this state; on return it is visible, or under way with ``--async-save``.
@@ -71,6 +73,7 @@ class Saver:
         if self.context.rank == 0:
             print(log_lines.saving_line(progress.iteration, self.folder), flush=True)
             writer.attempt(self.folder.mkdir, parents=True, exist_ok=True)
+            writer.attempt(self._check_alone)
             for leftover in _named(self.folder, r"global_step\d+\.part"):  # of a save that was killed
                 writer.attempt(shutil.rmtree, leftover)
         state = _client_state(engine, self.settings, self.context, progress, streams)
@@ -147,11 +150,10 @@ class Saver:
     def _publish(self, pending: _Pending, entries: list[manifest.Entry]) -> None:
         part = self.folder / f"{pending.tag}.part"
         degrees = {"tp": self.context.tp_size, "pp": self.context.pp_size, "dp": self.context.dp_size}
-        known = manifest.tags_with_manifest(self.folder)
+        sequence = self._check_alone() + 1
         manifest.write(part, manifest.Manifest(
             iteration=pending.iteration, run=self._run, degrees=degrees, dtype=self.settings.model.params_dtype,
-            sequence=1 + max((each.sequence for _, each in known if each), default=0),
-            files=tuple(sorted(entries, key=lambda entry: entry.name))))
+            sequence=sequence, files=tuple(sorted(entries, key=lambda entry: entry.name))))
         for wait in (0, *NETWORK_DELAYS):
             time.sleep(wait)
             if (wrong := manifest.damage(part)) is None:
@@ -159,7 +161,15 @@ class Saver:
         else:
             raise RunError(f"{wrong}; --save must be on a file system that all ranks share")
         files.replace_folder(part, self.folder / pending.tag)
+        self._known = sequence
         files.write_text(self.folder / files.LATEST, pending.tag)
+
+    def _check_alone(self) -> int:
+        """Place in the sequence of saves of the newest tag. Raises RunError for one that another job has saved meanwhile."""
+        sequence, tag = _newest(self.folder)
+        if sequence > self._known:
+            raise RunError(f"another job has saved {tag} into this folder since this one last looked; only one may save there")
+        return sequence
 
     def _remove_older(self) -> None:
         """Remove what ``--keep-last`` does not keep: complete tags of this run, and of no other."""
@@ -187,6 +197,11 @@ def save(engine, settings: Settings, context: ParallelContext, progress: Progres
     saver = Saver(settings, context)
     saver.save(engine, progress, streams)
     saver.finish()
+
+
+def _newest(folder: Path) -> tuple[int, str]:
+    """Place in the sequence of saves, and name, of the tag saved last into ``folder``; (0, "") without one."""
+    return max(((each.sequence, tag) for tag, each in manifest.tags_with_manifest(folder) if each), default=(0, ""))
 
 
 def _run_of(plan: LoadPlan | None) -> str:
@@ -232,11 +247,11 @@ def check_save_folder(config: CheckpointConfig, context: ParallelContext) -> Non
     """Collective: make ``--save`` and write to it now, not after hours of training."""
     problem = None
     if config.save and context.rank == 0:
-        probe = Path(config.save) / ".probe"
+        probe = Path(config.save) / f".probe.{os.getpid()}"
         try:
             Path(config.save).mkdir(parents=True, exist_ok=True)
             files.write_text(probe, "writable")
-            probe.unlink()
+            probe.unlink(missing_ok=True)
         except OSError as error:
             problem = f"--save {config.save} cannot be written: {error}"
     agree(context, problem)
