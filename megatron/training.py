@@ -117,6 +117,7 @@ def pretrain(settings: Settings, task: Task) -> None:
         run.say_last(log_lines.loaded_line(plan.folder, run.progress.iteration))
         if plan.resume and plan.progress:
             run.last_saved = run.progress.iteration
+        _set_length(run)
     run.replicas = Replicas(run.engine, context, settings, run.writer)
     run.replicas.start(run.progress.iteration)
     run.writer.log_restart(run.progress.iteration, context.world_size)
@@ -206,11 +207,23 @@ def _with_vocabulary(run: Run):
     return tokenizer
 
 
+def _set_length(run: Run) -> None:
+    """The last iteration of a run that goes on, perhaps with another batch size than before."""
+    before, progress = run.train_iters, run.progress
+    run.train_iters = training_iterations(run.settings.train, run.context.dp_size, iteration=progress.iteration,
+                                          consumed=progress.consumed_train_samples)
+    if run.train_iters != before:
+        run.say(f"{progress.consumed_train_samples} samples were read in {progress.iteration} iterations, by batches of other "
+                f"sizes: the last iteration is {run.train_iters}")
+
+
 def samples_wanted(run: Run) -> tuple[int, int, int]:
     """Samples of train, validation (per group) and test that the whole run reads."""
     config = run.settings.train
     size = config.global_batch_size
-    train = config.train_samples or run.train_iters * size
+    left = run.train_iters - run.progress.iteration
+    train = config.train_samples or (
+        run.progress.consumed_train_samples + left * size if left > 0 else run.train_iters * size)
     evaluations = run.train_iters // config.eval_interval + 1
     return train, evaluations * config.eval_iters * size, config.eval_iters * size
 

@@ -68,6 +68,25 @@ def test_a_resumed_ramp_continues_like_the_unbroken_one():
     assert set(whole) == {4, 8, 12, 16}
 
 
+@pytest.mark.parametrize("ramp", [None, (4, 4, 100)])
+@pytest.mark.parametrize("batch, dp", [(16, 1), (16, 2), (24, 1), (32, 4)])
+def test_a_run_that_goes_on_with_another_batch_size_still_reads_its_samples(ramp, batch, dp):
+    def run(config, iteration, consumed, until):
+        schedule = BatchSizeSchedule(config, dp)
+        while iteration < until:
+            consumed += schedule.size(consumed)
+            iteration += 1
+        return consumed
+    first = TrainConfig(micro_batch_size=1, global_batch_size=16, train_samples=500, rampup_batch_size=ramp)
+    then = TrainConfig(micro_batch_size=1, global_batch_size=batch, train_samples=500, rampup_batch_size=ramp)
+    consumed = run(first, 0, 0, 12)
+    end = training_iterations(then, dp, iteration=12, consumed=consumed)
+    assert 500 - batch < run(then, 12, consumed, end) <= 500
+    if batch == 16:
+        assert end == training_iterations(first, dp)
+    assert training_iterations(then, dp, iteration=12, consumed=600) == 12
+
+
 def test_without_a_ramp_the_size_is_constant_and_an_empty_ramp_is_none():
     plain = BatchSizeSchedule(TrainConfig(micro_batch_size=2, global_batch_size=8, train_iters=9), 2)
     assert {plain.size(n) for n in range(50)} == {8} and plain.micro_batches(0) == 2

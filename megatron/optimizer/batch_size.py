@@ -61,8 +61,10 @@ class BatchSizeSchedule:
         return self.size(consumed_samples) // self.per_step
 
 
-def training_iterations(train: TrainConfig, data_parallel_size: int) -> int:
+def training_iterations(train: TrainConfig, data_parallel_size: int, *, iteration: int = 0, consumed: int = 0) -> int:
     """Iterations of the whole run; in samples mode an incomplete last batch is dropped.
+
+    ``iteration`` of them are over and took ``consumed`` samples, at whatever batch sizes.
 
     Raises ScheduleError (a ValueError) when ``--train-samples`` is less than one batch,
     unless nothing is trained anyway (``--eval-only``).
@@ -70,12 +72,12 @@ def training_iterations(train: TrainConfig, data_parallel_size: int) -> int:
     schedule = BatchSizeSchedule(train, data_parallel_size)
     if train.train_samples is None:
         return train.train_iters or 0
-    iterations = consumed = 0
+    iterations = iteration
     if schedule.start != schedule.final:
         while consumed <= schedule.ramp_samples and consumed + schedule.size(consumed) <= train.train_samples:
             consumed += schedule.size(consumed)
             iterations += 1
-    iterations += (train.train_samples - consumed) // schedule.final
+    iterations += max(0, train.train_samples - consumed) // schedule.final
     if not iterations and not train.eval_only:
         raise ScheduleError(f"--train-samples {train.train_samples} is less than one global batch of "
                             f"{schedule.size(0)} samples: nothing would be trained")
