@@ -36,7 +36,7 @@ setup(
         "tensorboard>=2.17,<3",
     ],
     extras_require={
-        "test": ["pytest>=8,<10", *QUICKSTART],
+        "test": ["pytest>=8,<10", "hypothesis>=6.100,<7", *QUICKSTART],
         "quickstart": QUICKSTART,
         "retention": ["matplotlib>=3.8,<4"],
         "benchmark": ["peft>=0.17,<0.22"],

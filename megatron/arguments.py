@@ -56,6 +56,7 @@ class _Parser(argparse.ArgumentParser):
         if unknown != message:
             near = get_close_matches(unknown.split()[0].split("=")[0], self._option_string_actions, n=1)
             message += f"; did you mean {near[0]}?" if near else "; --help lists all flags and what they take"
+        message = message.replace("ignored explicit argument", "takes no value; leave out")
         self.exit(2, None if self.quiet else f"{self.prog}: error: {message}\n")
 
 

@@ -124,7 +124,7 @@ def read_weighted_groups_file(flag: str, path: str) -> tuple[SplitGroup, ...]:
         if '"' in group:
             raise ValueError(f"{flag}: {path!r} has a stray double quote in {group!r}; "
                              "groups are separated by quote, one space, quote")
-    return parse_weighted_groups(flag, groups)
+    return parse_weighted_groups(f"{flag} {path!r}", groups)
 
 
 def parse_data_path(arguments: Sequence[str]) -> tuple[list[str], list[float]]:

@@ -81,6 +81,8 @@ def _read_vocab(path: str) -> dict[str, int]:
         vocab = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise RunError(f"--vocab-file {path} cannot be read: {error.strerror}") from None
+    except RecursionError:
+        raise RunError(f"--vocab-file {path} nests its brackets too deep to be an object of token -> id") from None
     except ValueError as error:
         raise RunError(f"--vocab-file {path} is not JSON: {error}") from None
     if not isinstance(vocab, dict) or not vocab or not all(
