@@ -147,12 +147,14 @@ def test_a_folder_without_state_file_needs_the_heads_and_keeps_all_rows(tmp_path
 
 
 @pytest.mark.parametrize("more, words", [
-    (["--target-tp", "4"], "TP degree of 4 does not divide the 6 attention heads"),
-    (["--target-tp", "0"], "degree of 0 must be at least 1"),
+    (["--target-tp", "4"], "--target-tp 4 does not divide the 6 attention heads"),
+    (["--target-tp", "0"], "--target-tp 0 must be at least 1"),
     (["--target-tp", "2", "--num-attention-heads", "5"], "heads of 5 do not divide a projection of 36"),
     (["--target-tp", "2", "--vocab-size", "61"], "vocabulary of 61 does not fit into 60 rows"),
     (["--target-tp", "2", "--dtype", "fp16"], "which fp16 cannot hold"),
     (["--target-tp", "2", "--save", "base"], "exists already"),
+    (["--target-tp", "2", "--load", "away"], "--load away holds no checkpoint (there is no such folder); give the folder that "
+                                             "was used with --save, a tag in it"),
 ])
 def test_what_cannot_be_written_is_said_and_leaves_nothing(more, words, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)

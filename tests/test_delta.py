@@ -111,7 +111,11 @@ def test_what_does_not_fit_is_named_and_leaves_nothing(trained, tmp_path):
     done = run("apply", "--base", tmp_path / "shallow", "--delta", folder / "d.safetensors", "--output", tmp_path / "x")
     assert done.returncode == 1 and "has 2 layers" in done.stderr
     done = run("extract", "--checkpoint", tmp_path / "nothing", "--output", tmp_path / "y")
-    assert done.returncode == 1 and "holds no checkpoint" in done.stderr
+    assert done.returncode == 1 and f"--checkpoint {tmp_path / 'nothing'} holds no checkpoint" in done.stderr
+    done = run("extract", "--checkpoint", folder / "run", "--base", tmp_path / "nothing", "--output", tmp_path / "y")
+    assert done.returncode == 1 and f"--base {tmp_path / 'nothing'} holds no checkpoint" in done.stderr
+    done = run("apply", "--base", folder / "base", "--delta", folder, "--output", tmp_path / "x")
+    assert done.returncode == 1 and f"is a folder; give the file of a delta, such as {folder}/TAG/delta.safetensors" in done.stderr
     done = run("apply", "--base", folder / "base", "--delta", folder / "base" / "latest", "--output", tmp_path / "x")
     assert done.returncode == 1 and done.stderr.startswith("error: ")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "shallow"]

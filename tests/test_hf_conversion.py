@@ -293,9 +293,14 @@ def test_other_refusals_of_the_tool(folders, tmp_path, capsys):
     folder, _ = folders
     ours = folder / "bloom-ours"
     assert "no Hugging Face folder" in sentence(capsys, "from-hf", "--load", ours, "--save", tmp_path / "x")
-    assert "exists already" in sentence(capsys, "from-hf", "--load", folder / "bloom", "--save", ours)
-    assert "exists already" in sentence(capsys, "to-hf", "--load", ours, "--save", folder / "bloom")
+    assert "--load /away is no Hugging Face folder: there is no such folder" in sentence(
+        capsys, "from-hf", "--load", "/away", "--save", tmp_path / "x")
+    said = sentence(capsys, "to-hf", "--load", "/away", "--save", tmp_path / "x")
+    assert "--load /away holds no checkpoint" in said and "--allow-fresh-start" not in said
+    assert "--save" in (said := sentence(capsys, "from-hf", "--load", folder / "bloom", "--save", ours)) and "exists already" in said
+    assert "--save" in (said := sentence(capsys, "to-hf", "--load", ours, "--save", folder / "bloom")) and "exists already" in said
     assert "5" in sentence(capsys, "from-hf", "--load", folder / "bloom", "--save", tmp_path / "x", "--target-tp", "5")
+    assert "--target-tp 0" in sentence(capsys, "from-hf", "--load", folder / "bloom", "--save", tmp_path / "x", "--target-tp", "0")
     assert "93 rows" in sentence(capsys, "from-hf", "--load", folder / "bloom", "--save", tmp_path / "x",
                                  "--pad-vocab-size-to", "64", "--make-vocab-size-divisible-by", "1")
     assert "num_layers" in sentence(capsys, "to-hf", "--load", ours, "--save", tmp_path / "x", "--base", _with(folder, tmp_path, n_layer=3))

@@ -76,7 +76,7 @@ def write_layer_folder(target: str | Path, tag: str, source: WeightSource, shape
 def _check(target: Path, tag: str, source: WeightSource, shape: ModelConfig, tp: int) -> None:
     for used in (target / tag, target / files.LATEST):
         if used.exists():
-            raise RunError(f"{used} exists already; give a new folder")
+            raise RunError(f"--save: {used} exists already; give a new folder")
     if source.num_layers != shape.num_layers:
         raise RunError(f"{source.where} holds {source.num_layers} blocks, its model should have {shape.num_layers}")
     if shape.padded_vocab_size < max(1, shape.vocab_size):
@@ -84,7 +84,7 @@ def _check(target: Path, tag: str, source: WeightSource, shape: ModelConfig, tp:
     for what, size in (("attention heads", shape.num_attention_heads), ("rows of the word table", shape.padded_vocab_size),
                        ("inner units of the MLP", shape.ffn_hidden_size)):
         if size % tp:
-            raise RunError(f"a TP degree of {tp} does not divide the {size} {what} of {source.where}")
+            raise RunError(f"--target-tp {tp} does not divide the {size} {what} of {source.where}; give a degree that does")
 
 
 def _check_layer(tensors: Mapping[str, torch.Tensor], tags: Mapping[str, ParamTag], where: str) -> None:
@@ -168,9 +168,6 @@ def _write_manifest(part: Path, shape: ModelConfig, tp: int, dtype: str | None, 
 
 def _write(path: Path, content: dict) -> None:
     """One file, on disk when this returns."""
-    try:
-        torch.save(content, path)
-    except RuntimeError as error:  # what torch makes of a full disk
-        raise OSError(f"{path.name}: {str(error).splitlines()[0]}") from error
+    files.save(content, path)
     with open(path, "rb") as written:
         os.fsync(written.fileno())

@@ -24,7 +24,7 @@ from megatron.checkpoint.delta_file import (
 )
 from megatron.checkpoint.hugging_face import is_hugging_face, read_config
 from megatron.checkpoint.layer_tags import layer_kind, layer_order, layer_tags, trained_names
-from megatron.checkpoint.load_plan import plan_load
+from megatron.checkpoint.load_plan import find_checkpoint
 from megatron.checkpoint.progress import stored_architecture, stored_arguments, stored_vocabulary
 from megatron.checkpoint.sources import WeightSource, open_source
 from megatron.config import BIAS_TERMS, CheckpointConfig
@@ -95,8 +95,21 @@ def open_delta_tag(folder: Path, config: CheckpointConfig | None) -> DeltaSource
     """
     delta = read_delta(folder / NAME)
     base = base_folder(folder, delta.facts, config.load if config else None)
+    _check_chain(folder, base)
     # --load speaks of this tag's base; a base that is a delta itself knows its own
     return DeltaSource(open_source(base, replace(config, load=None) if config else None), delta, str(folder), folder)
+
+
+def _check_chain(folder: Path, base: Path) -> None:
+    """RunError where the bases of bases of ``folder`` come back to one of them."""
+    seen = {folder.resolve()}
+    while base.resolve() not in seen:
+        if not is_delta_tag(base) or not (following := read_delta(base / NAME).facts.base):
+            return
+        seen.add(base.resolve())
+        base = Path(following)
+    raise RunError(f"{folder} holds biases only, and its bases lead back to {base}, which is a delta too; give the base with "
+                   "--load, or write both as one with tools/bitfit_delta.py apply")
 
 
 def base_folder(folder: Path, facts: DeltaFacts, load: str | None) -> Path:
@@ -110,9 +123,9 @@ def base_folder(folder: Path, facts: DeltaFacts, load: str | None) -> Path:
     return Path(facts.base)
 
 
-def checkpoint_folder(path: str | Path) -> Path:
-    """The folder with weights that ``path`` stands for, as --load would find it. RunError where there is none."""
-    return plan_load(CheckpointConfig(load=str(path))).path
+def checkpoint_folder(path: str | Path, flag: str = "--load") -> Path:
+    """The folder with weights that ``path``, given with ``flag``, stands for. RunError where there is none."""
+    return find_checkpoint(path, flag).path
 
 
 # --- offline: one layer after the other ---------------------------------------------------------
@@ -145,9 +158,9 @@ class Stored:
             yield index, kind, tags[kind], self.source.layer(index, tags[kind])
 
 
-def open_stored(path: str | Path) -> Stored:
-    """The checkpoint in ``path``, of any layout that can be read."""
-    folder = checkpoint_folder(path)
+def open_stored(path: str | Path, flag: str = "--base") -> Stored:
+    """The checkpoint in ``path``, of any layout that can be read; ``flag`` gave it."""
+    folder = checkpoint_folder(path, flag)
     source = open_source(folder)
     embedding, block = source.layer(EMBEDDING_INDEX, {}), source.layer(FIRST_BLOCK, {})
     try:
@@ -170,13 +183,13 @@ def extract(checkpoint: str | Path, base: str | Path | None = None) -> Delta:
     The terms are those its state file names, or all. With ``base`` the frozen tensors of both
     are compared, in the checkpoint's dtype. Raises RunError naming the first that differs.
     """
-    folder = checkpoint_folder(checkpoint)
+    folder = checkpoint_folder(checkpoint, "--checkpoint")
     if is_delta_tag(folder):
         delta = read_delta(folder / NAME)
     else:
         delta = _extracted(open_stored(folder), None)
     if base is not None:
-        base = checkpoint_folder(base)
+        base = checkpoint_folder(base, "--base")
         verify(base, delta, str(checkpoint))
         delta = replace(delta, facts=replace(delta.facts, base=str(base.resolve())))
     return delta

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from megatron.checkpoint import files
 from megatron.checkpoint.convert import write_layer_folder
 from megatron.checkpoint.hugging_face import (
     CONFIG,
@@ -22,7 +24,7 @@ from megatron.checkpoint.hugging_face import (
 )
 from megatron.checkpoint.hugging_face_files import ShardWriter
 from megatron.checkpoint.layer_tags import layer_kind, layer_order, layer_tags
-from megatron.checkpoint.load_plan import plan_load
+from megatron.checkpoint.load_plan import find_checkpoint
 from megatron.checkpoint.progress import (
     ARCHITECTURE_FLAGS,
     architecture,
@@ -85,10 +87,12 @@ def from_folder(folder: str | Path, target: str | Path, *, tp: int = 1, dtype: s
     ``target`` that is in use and for what cannot be read, cut or cast.
     """
     target = Path(target)
+    if tp < 1:
+        raise RunError(f"--target-tp {tp} must be at least 1")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise RunError(f"{target} exists already and is no empty folder; give a new one")
+        raise RunError(f"--save {target} exists already and is no empty folder; give a new one")
     if not is_hugging_face(folder):
-        raise RunError(f"{folder} is no Hugging Face folder: it has no {CONFIG}")
+        raise RunError(_no_model("--load", folder))
     source = HuggingFaceFolder(folder)
     stored = source.config
     if pad_to is not None and pad_to < stored.rows:
@@ -167,9 +171,9 @@ def to_folder(checkpoint: str | Path, target: str | Path, *, base: str | Path | 
     """
     target = Path(target)
     if target.exists():
-        raise RunError(f"{target} exists already; give a new folder")
+        raise RunError(f"--save {target} exists already; give a new folder")
     config = replace(config or CheckpointConfig(), load=str(checkpoint))
-    plan = plan_load(config)
+    plan = find_checkpoint(checkpoint)
     folder, source = plan.path, open_source(plan.path, config)
     base = _base_of(folder, base)
     state = _state(source)
@@ -178,8 +182,7 @@ def to_folder(checkpoint: str | Path, target: str | Path, *, base: str | Path | 
         raise RunError(f"{folder} holds {source.num_layers} layers, {base or 'its state file'} describes {model.num_layers}")
     pairs = StoredConfig(kind, model, 0, {}).pairs()
     true_sizes = {base and read_config(base).rows, stored_vocabulary(state)}
-    part = target.with_name(target.name + ".part")
-    shutil.rmtree(part, ignore_errors=True)  # of a conversion that was killed
+    part = files.unfinished(target, folder)
     writer = ShardWriter(part, [pair.hf_name for pair in pairs], max_shard_bytes)
     try:
         part.mkdir(parents=True)
@@ -207,11 +210,10 @@ def to_folder(checkpoint: str | Path, target: str | Path, *, base: str | Path | 
         written = writer.close()
         stored_dtype = vocabulary_dtype if dtype == "keep" else DTYPES[dtype]
         carried = _write_rest(part, base, state, model, kind, rows, stored_dtype)
-        for name in carried:
-            _sync(part / name)
-        part.rename(target)
+        files.publish(part, target)
     except BaseException:
-        writer.abandon()
+        with contextlib.suppress(OSError):  # what is still to be written may not fit either
+            writer.abandon()
         shutil.rmtree(part, ignore_errors=True)
         raise
     return Exported(kind=kind, parameters=parameters, bytes=writer.total_bytes, rows=rows,
@@ -222,10 +224,15 @@ def to_folder(checkpoint: str | Path, target: str | Path, *, base: str | Path | 
                              if missing else [])))
 
 
+def _no_model(flag: str, folder: str | Path) -> str:
+    why = f"it has no {CONFIG}" if Path(folder).is_dir() else "there is no such folder"
+    return f"{flag} {folder} is no Hugging Face folder: {why}; give one as from_pretrained takes it"
+
+
 def _base_of(folder: Path, base: str | Path | None) -> Path | None:
     if base is not None:
         if not is_hugging_face(base):
-            raise RunError(f"--base {base} is no Hugging Face folder: it has no {CONFIG}")
+            raise RunError(_no_model("--base", base))
         return Path(base)
     places = [folder, folder / CARRIED, folder.parent / CARRIED]
     return next((place for place in places if is_hugging_face(place)), None)

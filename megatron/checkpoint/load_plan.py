@@ -126,6 +126,18 @@ def plan_load(config: CheckpointConfig, *, eval_only: bool = False, damaged: Map
                                reason=f"resuming from {found.name}{without}")
 
 
+def find_checkpoint(folder: str | Path, flag: str = "--load") -> LoadPlan:
+    """The checkpoint that a tool reads, in ``folder``, which was given with ``flag``; found as --load would.
+
+    Raises RunError, naming flag and folder, where there is none, or none that can be chosen.
+    """
+    found = _find(flag, str(folder), False, {})
+    if found is None:
+        raise RunError(f"{flag} {folder} holds no checkpoint ({_what_is(Path(folder))}); give the folder that was used "
+                       "with --save, a tag in it, or a Hugging Face folder")
+    return LoadPlan(found.folder, found.tag, warning=found.warning)
+
+
 def _same(one: str, other: str) -> bool:
     return Path(one).resolve() == Path(other).resolve()
 
@@ -168,7 +180,7 @@ def _find(flag: str, folder: str, resume: bool, damaged: Mapping[str, str]) -> _
     if tags:
         raise RunError(f"{flag} {folder} holds the tags {_listed(tags)} but no file 'latest' that says which of them to "
                        f"read: write one of these names into {root / files.LATEST}"
-                       + (f", or give --load {root / tags[-1]}" if flag == "--load" else ""))
+                       + (f", or give {flag} {root / tags[-1]}" if flag != "--save" else ""))
     if flag == "--save":
         return None
     if _is_tag(root) and not resume:

@@ -7,7 +7,7 @@ import dataclasses
 from megatron.checkpoint.convert import write_layer_folder
 from megatron.checkpoint.delta import is_delta_tag
 from megatron.checkpoint.layouts import ShareSource
-from megatron.checkpoint.load_plan import plan_load
+from megatron.checkpoint.load_plan import find_checkpoint
 from megatron.checkpoint.progress import ARCHITECTURE_FLAGS, stored_architecture, stored_arguments, stored_vocabulary
 from megatron.checkpoint.sources import averaged_lines, open_source
 from megatron.config import CheckpointConfig, ModelConfig
@@ -29,9 +29,9 @@ def reshape(load: str, save: str, *, tp: int, dtype: str | None = None, layout: 
     what was done, as lines. Raises RunError, leaving nothing, when it cannot be.
     """
     if tp < 1:
-        raise RunError(f"the target TP degree of {tp} must be at least 1")
+        raise RunError(f"--target-tp {tp} must be at least 1")
     allowed = CheckpointConfig(load=load, trust_checkpoint=trust, average_duplicated_parameters=average)
-    plan = plan_load(allowed)
+    plan = find_checkpoint(load)
     source = open_source(plan.path, allowed)
     if not isinstance(source, ShareSource):
         raise RunError(f"{plan.path} holds biases alone; tools/bitfit_delta.py apply puts them onto a copy of their base"
