@@ -108,12 +108,16 @@ def check_trained(plan: LoadPlan, stored: dict, settings: Settings, context: Par
     """
     if not plan.resume:
         return
-    problem, saved = None, frozenset()
-    try:
-        saved = _open_shards(plan, stored, settings).names
-    except RunError as error:
-        problem = str(error)
+    problem, box = None, [frozenset()]
+    if context.rank == 0:  # some thousand files at times, and the same for all
+        try:
+            box = [_open_shards(plan, stored, settings).names]
+        except RunError as error:
+            problem = str(error)
     agree(context, problem)
+    if context.world_size > 1:
+        dist.broadcast_object_list(box, src=0)
+    saved, = box
     now = _trained_anywhere(model, context)
     if now != saved:
         kind = _kind(stored.get("bitfit"), stored.get("bitfit_bias_terms"))
