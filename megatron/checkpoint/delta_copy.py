@@ -7,6 +7,7 @@ Face folder files are copied as they are and the bytes of biases are overwritten
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import struct
@@ -61,7 +62,8 @@ def apply(base: str | Path, delta: Delta, target: str | Path, name: str = "the d
     stored = open_stored(folder)
     source = DeltaSource(stored.source, delta, name)
     changed = replace(stored, source=source)
-    part = files.unfinished(target, folder)
+    part = target.with_name(target.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
     try:
         part.mkdir(parents=True)
         if isinstance(stored.source, HuggingFaceFolder):
@@ -74,7 +76,7 @@ def apply(base: str | Path, delta: Delta, target: str | Path, name: str = "the d
             raise RunError(f"the base {base} has no {unknown[0]} ({len(unknown)} of the delta's tensors are not in it)")
         if undo:
             write_delta(part / UNDO, Delta(source.replaced, replace(delta.facts, base=str(folder.resolve()))))
-        files.publish(part, target)
+        part.rename(target)
     except BaseException as error:
         shutil.rmtree(part, ignore_errors=True)
         if isinstance(error, OSError):
@@ -117,7 +119,7 @@ def _copy_tag(changed: Stored, part: Path) -> None:
             for change in changes:
                 mine = shard(change.value, change.tag, rank, len(paths))
                 content[keys[change.name]] = mine.clone(memory_format=torch.contiguous_format)
-            files.save(content, tag / path.name)
+            torch.save(content, tag / path.name)
     files.write_text(part / files.LATEST, changed.folder.name)
 
 
@@ -143,7 +145,7 @@ def _copy_hugging_face(changed: Stored, source: HuggingFaceFolder, part: Path) -
             else:
                 pickled.setdefault(path, {})[name] = value
     for path, values in pickled.items():
-        files.save({**files.read(path), **values}, path)
+        torch.save({**files.read(path), **values}, path)
 
 
 def _overwrite(path: Path, name: str, value: torch.Tensor) -> None:
@@ -156,3 +158,5 @@ def _overwrite(path: Path, name: str, value: torch.Tensor) -> None:
             raise RunError(f"{name} takes {stop - start} bytes in {path.name}, its new value {len(data)}")
         file.seek(8 + length + start)
         file.write(data)
+        file.flush()
+        os.fsync(file.fileno())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
@@ -12,7 +11,6 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from megatron.checkpoint import files
 from megatron.checkpoint.convert import write_layer_folder
 from megatron.checkpoint.hugging_face import (
     CONFIG,
@@ -182,7 +180,8 @@ def to_folder(checkpoint: str | Path, target: str | Path, *, base: str | Path | 
         raise RunError(f"{folder} holds {source.num_layers} layers, {base or 'its state file'} describes {model.num_layers}")
     pairs = StoredConfig(kind, model, 0, {}).pairs()
     true_sizes = {base and read_config(base).rows, stored_vocabulary(state)}
-    part = files.unfinished(target, folder)
+    part = target.with_name(target.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)  # of a conversion that was killed
     writer = ShardWriter(part, [pair.hf_name for pair in pairs], max_shard_bytes)
     try:
         part.mkdir(parents=True)
@@ -210,10 +209,11 @@ def to_folder(checkpoint: str | Path, target: str | Path, *, base: str | Path | 
         written = writer.close()
         stored_dtype = vocabulary_dtype if dtype == "keep" else DTYPES[dtype]
         carried = _write_rest(part, base, state, model, kind, rows, stored_dtype)
-        files.publish(part, target)
+        for name in carried:
+            _sync(part / name)
+        part.rename(target)
     except BaseException:
-        with contextlib.suppress(OSError):  # what is still to be written may not fit either
-            writer.abandon()
+        writer.abandon()
         shutil.rmtree(part, ignore_errors=True)
         raise
     return Exported(kind=kind, parameters=parameters, bytes=writer.total_bytes, rows=rows,
