@@ -42,8 +42,10 @@ def _averaged(curves: list[Curve]) -> tuple[list[float], list[float]]:
 
 def _pareto(plt, results: Results, titles: dict[str, str]):
     """Per size: task gained against languages lost along each learning rate, bars over seeds at the end."""
-    figure, panels = plt.subplots(1, len(results.sizes), figsize=(4.1 * len(results.sizes), 4.2), squeeze=False)
-    for axes, size in zip(panels[0], results.sizes):
+    columns = min(len(results.sizes), 2)
+    rows = -(-len(results.sizes) // columns)
+    figure, panels = plt.subplots(rows, columns, figsize=(4.9 * columns, 3.3 * rows + 0.8), squeeze=False)
+    for axes, size in zip(panels.flat, results.sizes):
         for method in results.methods:
             for mark, rate in zip(MARKS, results.rates(size, method)):
                 curves = results.of(size, method, rate=rate)
@@ -56,12 +58,14 @@ def _pareto(plt, results: Results, titles: dict[str, str]):
         task = results.common_task(size)
         axes.axvline(mean(curve.points[0].task for curve in results.curves if curve.size == size) - task,
                      color="#999999", linewidth=0.8, linestyle="--")
-        axes.set_yscale("symlog", linthresh=0.01)
         axes.axhline(0, color="#999999", linewidth=0.6)
-        axes.set_title(f"size {size}")
+        axes.set_title(f"size {size}, {results.bases[size]['weights'] / 1e6:.2g} million weights")
         axes.set_xlabel("task gained: nats per token (right is better)")
-        axes.legend(fontsize=6.5, frameon=False)
-    panels[0][0].set_ylabel("other languages lost: nats per token (low is better)")
+        axes.set_ylabel("other languages lost (low is better)")
+    for axes in panels.flat[len(results.sizes):]:
+        axes.set_visible(False)
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(results.methods), fontsize=8, frameon=False)
     return figure
 
 
@@ -120,6 +124,7 @@ def _scale(plt, results: Results, titles: dict[str, str]):
             axes.errorbar(weights, [mean(each) for each in values], yerr=[spread(each) for each in values],
                           color=COLOURS[method], marker="o", capsize=2, label=titles[method])
     left.set_ylabel("nats per token lost at equal task loss")
+    left.set_ylim(bottom=0)
     right.set_ylabel("lowest task loss reached")
     for axes in (left, right):
         axes.set_xscale("log")

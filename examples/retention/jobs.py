@@ -13,14 +13,21 @@ import os
 import re
 import resource
 import shutil
+import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 
-# the server that all jobs are forked from imports this module: each job then starts with these loaded
-import deepspeed  # noqa: F401
+# The server that all jobs are forked from imports this module, so each job starts with all of these loaded.
+# Those of _LOADED would else be imported by each job, which takes as long as a small fine-tuning.
+import deepspeed.runtime.pipe.engine
+import deepspeed.runtime.zero.muon.muon_optimizer
 import measure
 import prepare
+import torch._dynamo
+import torch.utils.tensorboard
+import transformers
 from plan import LENGTH, Job, Plan
 
 import finetune_t0
@@ -29,6 +36,11 @@ from megatron.arguments import parse_arguments
 from megatron.checkpoint.files import write_text
 from megatron.config import ModelConfig, Settings
 from megatron.training import Task, pretrain
+
+_LOADED = (deepspeed.runtime.pipe.engine, deepspeed.runtime.zero.muon.muon_optimizer, torch._dynamo,
+           torch.utils.tensorboard, transformers.AutoTokenizer, transformers.PreTrainedTokenizerFast)
+
+INTERRUPTED = "interrupted.txt"
 
 
 def result_file(folder: Path, job: Job) -> Path:
@@ -61,6 +73,7 @@ def flags(folder: Path, plan: Plan, job: Job) -> list[str]:
 
 def run_job(folder: Path, plan: Plan, job: Job, log: str) -> None:
     """Train and measure; what is printed goes to the file ``log``. Raises what the trainer raises."""
+    os.setsid()  # Ctrl-C reaches the command alone, which then ends its jobs
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -75,7 +88,7 @@ def run_job(folder: Path, plan: Plan, job: Job, log: str) -> None:
     figures = measured(folder, plan, job, saved, model_config(settings, folder))
     figures |= {"training_loss": last_loss(Path(log)), "training_seconds": trained - began,
                 "seconds": time.monotonic() - began,
-                "cpu_seconds": sum(resource.getrusage(resource.RUSAGE_SELF)[:2])}
+                "cpu_seconds": cpu_seconds()}
     write_text(result_file(folder, job), json.dumps(figures))
     if job.method is not None:
         shutil.rmtree(saved)
@@ -120,12 +133,21 @@ def last_loss(log: Path) -> float:
 
 
 def work(folder: str, plan: Plan, job: Job, log: str) -> None:
-    """Body of the process of a job: exit status 0, or 1 with the error last in ``log``."""
+    """Body of the process of a job: exit status 0, or 1 with the error last in ``log``.
+
+    One that is ended early adds its processor time to ``interrupted.txt``, which the report counts too.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         run_job(Path(folder), plan, job, log)
     except BaseException:
-        import traceback
-
         traceback.print_exc()
         sys.stderr.flush()
+        with open(Path(folder) / INTERRUPTED, "a") as file:
+            file.write(f"{cpu_seconds():.1f}\n")
         os._exit(1)
+
+
+def cpu_seconds() -> float:
+    """Processor time of this process so far."""
+    return sum(resource.getrusage(resource.RUSAGE_SELF)[:2])

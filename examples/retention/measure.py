@@ -52,17 +52,18 @@ def losses(model: GPTModel, rows: list[tuple[list[int], int]]) -> list[float]:
     for group in _batches(sorted(range(len(rows)), key=lengths.__getitem__), lengths):
         longest = max(lengths[number] for number in group)
         ids = torch.zeros(len(group), longest, dtype=torch.int64)
-        counts = torch.zeros(len(group), longest - 1)
+        counts = torch.zeros(len(group), longest - 1, dtype=torch.bool)
         for line, number in enumerate(group):
             row, first = rows[number]
             ids[line, :len(row)] = torch.tensor(row)
-            counts[line, first - 1:len(row) - 1] = 1
+            counts[line, first - 1:len(row) - 1] = True
         inputs = (ids[:, :-1].contiguous(),)
         if model.config.reset_attention_mask:  # one document a row
             inputs += (None, torch.ones_like(inputs[0]))
-        logits = model(*inputs)[..., :model.config.vocab_size]
-        each = torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
-        for number, total in zip(group, (each * counts).sum(1).tolist()):
+        logits = model(*inputs)[counts][:, :model.config.vocab_size]
+        each = torch.zeros(counts.shape)
+        each[counts] = torch.nn.functional.cross_entropy(logits, ids[:, 1:][counts], reduction="none")
+        for number, total in zip(group, each.sum(1).tolist()):
             found[number] = total
     return found
 

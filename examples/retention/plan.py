@@ -61,6 +61,7 @@ class Plan:
     """at most so many of each template are trained on"""
 
 
+XS = Size("XS", 2, 32, 4, 5e-3)
 S = Size("S", 3, 48, 4, 4e-3)
 M = Size("M", 4, 80, 4, 3e-3)
 L = Size("L", 5, 128, 4, 2e-3)
@@ -70,13 +71,13 @@ XXL = Size("XXL", 8, 384, 8, 1e-3)
 FULL = Method("full", "full", (), (1e-4, 3e-4, 1e-3))
 BITFIT = Method("bitfit", "BitFit", ("--bitfit",), (1e-3, 3e-3, 1e-2))
 BITFIT_TWO = Method("bitfit-qm", "BitFit (query, mlp_intermediate)",
-                    ("--bitfit", "--bitfit-bias-terms", "query", "mlp_intermediate"), (1e-3, 3e-3, 1e-2))
+                    ("--bitfit", "--bitfit-bias-terms", "query", "mlp_intermediate"), (3e-3, 1e-2, 3e-2))
 METHODS = (FULL, BITFIT, BITFIT_TWO)
 
-WHOLE = Plan(sizes=(S, M, L), methods=METHODS, seeds=(1, 2, 3), pretraining_steps=1000, pretraining_rows=16,
-             steps=100, rows=4, points=4, language_tokens=700, prompts=32, training_prompts=700)
-MORE = Plan(**{**vars(WHOLE), "sizes": (S, M, L, XL, XXL)})
-FAST = Plan(**{**vars(WHOLE), "sizes": (Size("XS", 2, 32, 4, 5e-3), S), "seeds": (1, 2), "pretraining_steps": 150,
+WHOLE = Plan(sizes=(XS, S, M, L), methods=METHODS, seeds=(1, 2, 3), pretraining_steps=700, pretraining_rows=16,
+             steps=64, rows=4, points=4, language_tokens=500, prompts=32, training_prompts=700)
+MORE = Plan(**{**vars(WHOLE), "sizes": (XS, S, M, L, XL, XXL)})
+FAST = Plan(**{**vars(WHOLE), "sizes": (XS, S), "seeds": (1, 2), "pretraining_steps": 150,
                "steps": 40, "points": 2, "language_tokens": 300, "prompts": 12,
                "methods": tuple(Method(each.name, each.title, each.flags, each.rates[1:]) for each in METHODS)})
 
@@ -98,11 +99,14 @@ class Job:
 
 
 def jobs(plan: Plan) -> list[Job]:
-    """All jobs, long ones first: pretrainings, then fine-tunings, each from the largest size to the smallest."""
-    sizes = sorted(plan.sizes, key=lambda size: -size.cost)
-    return [Job(size) for size in sizes] + [
-        Job(size, method, rate, seed) for size in sizes for seed in plan.seeds
-        for method in plan.methods for rate in method.rates]
+    """All jobs in the order they are started in: small sizes first, each pretrained two sizes before its fine-tunings."""
+    sizes = sorted(plan.sizes, key=lambda size: size.cost)
+    order = [Job(size) for size in sizes[:2]]
+    for i, size in enumerate(sizes):
+        order += [Job(later) for later in sizes[i + 2:i + 3]]
+        order += [Job(size, method, rate, seed) for seed in plan.seeds for method in plan.methods
+                  for rate in method.rates]
+    return order
 
 
 def cost(plan: Plan, job: Job) -> float:
@@ -114,5 +118,5 @@ def cost(plan: Plan, job: Job) -> float:
     train = steps * rows * LENGTH * job.size.cost * (1 + backward)
     tokens = languages * plan.language_tokens + templates * plan.prompts * 40
     measurements = (plan.points if job.method else 1) * tokens + templates * plan.prompts * options * 40
-    start = 2e10  # model, engine, files
+    start = 8e10  # model, engine, files: as long as so many operations
     return train + measurements * job.size.cost + start

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
+from importlib.metadata import version
 from pathlib import Path
 
 import analysis
@@ -17,20 +19,21 @@ from megatron.checkpoint.files import write_text
 def machine() -> str:
     """Processor, cores and versions, for the report."""
     name = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
-    import torch
-
-    return f"{name}, {os.cpu_count()} cores, no GPU used; torch {torch.__version__}, fp32"
+    with contextlib.suppress(OSError):
+        lines = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
+        facts = {name.strip(): value.strip() for name, _, value in lines}
+        name = facts.get("model name", name)
+        if (facts.get("vendor_id"), facts.get("cpu family"), facts.get("model")) == ("AuthenticAMD", "25", "1"):
+            name += " (Milan)"  # virtual machines leave it out of the name
+    return f"{name}, {os.cpu_count()} cores, no GPU used; torch {version('torch')}, fp32"
 
 
 def collect(folder: Path, plan: plans.Plan, facts: dict, costs: dict) -> dict:
     """Everything the report says, as it is kept in results.json; losses to five decimals."""
     found = [json.loads((folder / "results" / f"{job.name}.json").read_text()) for job in plans.jobs(plan)]
-    costs = costs | {"jobs_cpu_seconds": sum(job["cpu_seconds"] for job in found)}
+    early = folder / "interrupted.txt"  # jobs that were ended and done again, see jobs.work
+    ended = sum(map(float, early.read_text().split())) if early.exists() else 0.0
+    costs = costs | {"jobs_cpu_seconds": ended + sum(job["cpu_seconds"] for job in found)}
     sizes = {size.name: vars(size) | {"block_weights": size.block_weights} for size in plan.sizes}
     amounts = {name: value for name, value in vars(plan).items() if isinstance(value, int)}
     return _rounded({"machine": machine(), "costs": costs, "facts": facts, "plan": amounts, "sizes": sizes,
@@ -144,8 +147,8 @@ def _findings(everything: dict, results: Results) -> str:
     better = [size for size in results.sizes
               if lowest(size, "full") < min(lowest(size, method) for method in results.methods[1:])]
     if better:
-        answer += (f" Full fine-tuning learnt the tasks better (lowest task loss) at size{'s' * (len(better) > 1)} "
-                   f"{', '.join(better)}; what lies below the common task loss BitFit cannot have at any price here.")
+        answer += (f" Full fine-tuning reached lower task losses at size{'s' * (len(better) > 1)} {', '.join(better)} "
+                   "than BitFit did at any learning rate tried.")
     return "\n".join([lines[0], "", answer, "", *lines[2:]])
 
 
@@ -185,17 +188,31 @@ def _languages(everything: dict, results: Results) -> str:
 
 
 def _scale(everything: dict, results: Results) -> str:
-    rows = []
+    rows, gaps = [], {method: [] for method in results.methods[1:]}
     for size in results.sizes:
         for method in results.methods[1:]:
             each = analysis.compare(results, size, method, results.common_task(size))
-            gap = mean(results.best_task(size, method, s) for s in results.seeds) - mean(
+            task = mean(results.best_task(size, method, s) for s in results.seeds) - mean(
                 results.best_task(size, "full", s) for s in results.seeds)
-            rows.append([size, f"{results.bases[size]['weights']:,}", everything["methods"][method], f"{gap:.3f}",
-                         f"{-mean(each.differences):.3f}"])
-    return ("## Over sizes\n\n![Over sizes](scale.png)\n\nGaps to full fine-tuning; both close with scale if they fall from size to "
-            "size.\n\n" + table(["size", "weights", "method", "lowest task loss, more than full",
-                                 "lost at equal task loss, more than full"], rows))
+            times = mean(each.other) / mean(each.full) if mean(each.full) > 0 else float("nan")
+            gaps[method].append((task, -mean(each.differences), times))
+            rows.append([size, f"{results.bases[size]['weights']:,}", everything["methods"][method], f"{task:.3f}",
+                         f"{-mean(each.differences):.3f}", f"{times:.1f}"])
+    said = [f"{everything['methods'][method]}: {_trend([each[0] for each in values])} in lowest task loss, "
+            f"{_trend([each[1] for each in values])} in nats lost at equal task loss, {_trend([each[2] for each in values])} in "
+            "how many times as much is lost" for method, values in gaps.items()]
+    return ("## Over sizes\n\n![Over sizes](scale.png)\n\nThe gap to full fine-tuning from the smallest size to the largest. "
+            f"{'. '.join(said)}.\n\n"
+            + table(["size", "weights", "method", "lowest task loss, more than full", "lost at equal task loss, more than full",
+                     "times what full loses"], rows))
+
+
+def _trend(values: list[float]) -> str:
+    """Whether a gap closes with size, in words, with its first and last value."""
+    steps = [b - a for a, b in zip(values, values[1:])]
+    word = ("it falls at every step" if steps and all(step < 0 for step in steps) else
+            "it grows at every step" if steps and all(step > 0 for step in steps) else "no steady trend")
+    return f"{word} ({values[0]:.2f} to {values[-1]:.2f})"
 
 
 def _biases(everything: dict, results: Results) -> str:
@@ -239,18 +256,37 @@ def _table(everything: dict, results: Results) -> str:
                              _pm([mean(each.accuracy.values()) for each in curves], 2),
                              _pm([each.end.lost for each in curves]), _pm([each.end.english for each in curves])])
     chance = mean(everything["facts"]["chance"].values())
+    said = _accuracy_said(results, chance, sum(everything["facts"]["held_out_prompts"].values()))
     return (f"## All runs, at their end\n\nAccuracy: share of held-out prompts whose right answer is the likeliest of four or five "
-            f"(chance {chance:.2f}), mean over templates.\n\n"
+            f"(chance {chance:.2f}), mean over templates. {said}\n\n"
             + table(["size", "method", "learning rate", "task loss", "accuracy", "other languages lost", "English text lost"], rows))
+
+
+def _accuracy_said(results: Results, chance: float, prompts: int) -> str:
+    groups = {(curve.size, curve.method, curve.rate): [] for curve in results.curves}
+    for curve in results.curves:
+        groups[curve.size, curve.method, curve.rate].append(mean(curve.accuracy.values()))
+    best = max(groups, key=lambda key: mean(groups[key]))
+    error = (chance * (1 - chance) / prompts) ** 0.5
+    found = f"The highest mean is {mean(groups[best]):.2f} (size {best[0]}, {best[1]}, {best[2]:g})"
+    if mean(groups[best]) < chance + 2 * error:
+        return (f"{found}, within two standard errors ({2 * error:.2f}) of chance: task loss fell because the form of answers and "
+                "their frequent words were learnt, not the choice between them.")
+    return f"{found}; two standard errors of guessing are {2 * error:.2f}."
 
 
 def _limits(everything: dict, results: Results) -> str:
     tokens = mean(everything["facts"]["held_out_tokens"].values())
+    weights = [job["weights"] / 1e6 for job in results.bases.values()]
+    chosen = {size: {rate for rate, _ in results.at_equal_task(size, "full", results.common_task(size))}
+              for size in results.sizes}
+    lowest = all(rates == {results.rates(size, "full")[0]} for size, rates in chosen.items())
+    edge = (" Where all methods are equal, full fine-tuning did best at the lowest rate it was given: a lower one might keep yet "
+            "more." if lowest else "")
     return f"""## What these figures cannot say
 
-- Models of {min(job["weights"] for job in results.bases.values()) / 1e6:.1f} to \
-{max(job["weights"] for job in results.bases.values()) / 1e6:.1f} million weights after seconds of fine-tuning; the claims about BitFit are \
-about models a thousand times larger, whose tasks need fewer new features.
+- The models have {min(weights):.1f} to {max(weights):.1f} million weights and saw {everything["plan"]["steps"]} steps of fine-tuning. \
+What is claimed for BitFit is about pretrained models of 100 million weights and more.
 - {tokens:.0f} held-out tokens a language: differences between methods are paired (same tokens), levels are not precise.
-- Seeds vary the order of the prompts, not the base: one base per size.
-- The learning rate is chosen afterwards, per seed and method alike."""
+- Seeds vary the order of the prompts, not the base: there is one base per size.
+- The learning rate is chosen afterwards, per seed and for every method alike.{edge}"""
