@@ -173,9 +173,11 @@ def _check_model(values: Values) -> dict[str, Any]:
                  f"--max-position-embeddings {'is not set but' if positions is None else positions} must be at least "
                  f"--seq-length {seq_length} with --position-embedding-type {kind}")
     partition = values["pp_partition_method"] or "type:transformer"
-    _require(partition.lower().startswith("type:") and len(partition) > 5 and _is_regex(partition[5:]),
-             f"--pp-partition-method {partition!r} is not of the form type:REGEX, such as type:transformer "
-             "or type:transformer|embedding")
+    # DeepSpeed lowers the pattern, and reads up to a second colon only
+    pattern = partition.lower().removeprefix("type:")
+    _require(pattern not in ("", partition.lower()) and ":" not in pattern and _is_regex(pattern),
+             f"--pp-partition-method {partition!r} is not of the form type:REGEX without another colon, such as "
+             "type:transformer or type:transformer|embedding")
     derived = {"seq_length": seq_length, "encoder_seq_length": seq_length, "kv_channels": kv_channels,
                "ffn_hidden_size": values["ffn_hidden_size"] or 4 * hidden, "pp_partition_method": partition,
                "activation": _activation(values)}
@@ -261,7 +263,7 @@ def _check_grid(values: Values, derived: Values) -> dict[str, Any]:
         _require(value % tp == 0, f"{flag} {value} does not divide by --tensor-model-parallel-size {tp}")
     layers, method = values["num_layers"], derived["pp_partition_method"]
     shared_out = sum(number for name, number in {**_ENDS, _BLOCK: layers}.items()
-                     if re.search(method[5:], name, re.IGNORECASE))
+                     if re.search(method.lower()[5:], name.lower()))
     _require(shared_out >= pp, f"--num-layers {layers} with --pp-partition-method {method} gives {shared_out} layers to "
                                f"share out, less than --pipeline-model-parallel-size {pp}")
     last = values["seed"] + 100 * (values["pipeline_model_parallel_size"] - 1)

@@ -74,7 +74,7 @@ def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def _get_number(section: Mapping[str, Any], key: str, *, whole: bool = False, least: float = 0,
                 most: float = math.inf) -> Any:
     value = section[key]
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    good = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
     if not good or not least <= value <= most or (whole and value != int(value)):
         limit = f"from {least}" + (f" to {most}" if most < math.inf else "")
         raise UsageError(f"{key} in the DeepSpeed JSON is {json.dumps(value)}, not a {'whole ' if whole else ''}"

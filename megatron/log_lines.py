@@ -58,7 +58,7 @@ FIELDS = (
     ("TFLOPs", "tflops", ".2f"),
 )
 _BY_LABEL = {label: (field, spec) for label, field, spec in FIELDS}
-_START = re.compile(r"(?:^|\s|:)iteration\s+(\d+)/\s*(\d+) \|(.*)")
+_START = re.compile(r"(?:^|\s|:)iteration\s+(\d{1,20})/\s*(\d{1,20}) \|(.*)")
 
 
 def training_line(facts: TrainingFacts) -> str:

@@ -14,7 +14,7 @@ from megatron.config import SplitGroup
 
 def _number(flag: str, text: str, what: str) -> float:
     try:
-        value = float(text)
+        value = float(text) if text.isascii() else math.nan  # float() reads the digits of every script
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
