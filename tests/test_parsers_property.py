@@ -39,7 +39,7 @@ from megatron.data.splits import (
 from megatron.log_lines import TrainingFacts, format_run_fact, parse_run_facts, parse_training_line, training_line
 from megatron.planning.shape import stages
 
-few = settings(max_examples=40, deadline=None, derandomize=True, database=None)
+few = settings(max_examples=30, deadline=None, derandomize=True, database=None)
 FLAG = "--valid-weighted-split-paths"
 
 weights = st.floats(0, 1e6, allow_subnormal=False)
