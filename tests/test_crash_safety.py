@@ -337,6 +337,7 @@ def test_an_edited_manifest_is_damage_and_no_other_error(edit, tmp_path):
     (tag / "a.pt").write_bytes(b"abc")
     manifest.write(tag, manifest.Manifest(1, "run", 1, {}, "fp32", (manifest.Entry("a.pt", 3, "352441c2"),)))
     assert manifest.damage(tag, verify=True) is None
+    assert manifest.tags_with_manifest(tmp_path)[0][1].run == "run"
     (tag / manifest.NAME).write_text(json.dumps({**json.loads((tag / manifest.NAME).read_text()), **edit}))
     assert f"{tag / manifest.NAME} cannot be read" in manifest.damage(tag, verify=True)
     assert manifest.tags_with_manifest(tmp_path) == [("global_step1", None)]

@@ -10,11 +10,12 @@ Tags without a manifest, of older versions and of other programs, are used as th
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from megatron.checkpoint import files
@@ -129,8 +130,15 @@ def damage(folder: Path, verify: bool = False, *, share: tuple[int, int] = (0, 1
     return None
 
 
+@functools.lru_cache(4096)
+def _facts(folder: Path, *identity: int) -> Manifest | None:
+    """The manifest in ``folder`` without its list of files; ``identity`` changes when the file does."""
+    manifest = read(folder)
+    return manifest and replace(manifest, files=())
+
+
 def tags_with_manifest(folder: str | Path) -> list[tuple[str, Manifest | None]]:
-    """Tags saved into ``folder`` by this program, newest first, damaged ones included.
+    """Tags saved into ``folder`` by this program, newest first, damaged ones included; their lists of files left out.
 
     Where a manifest cannot be read it is None, and the tag comes last. Links and folders of
     other names or without a manifest are not among them.
@@ -141,8 +149,9 @@ def tags_with_manifest(folder: str | Path) -> list[tuple[str, Manifest | None]]:
         if not match or path.is_symlink() or not (path / NAME).is_file():
             continue
         try:
-            manifest = read(path)
-        except RunError:
+            stat = (path / NAME).stat()  # a save asks each time, and runs may keep hundreds of tags of thousands of files
+            manifest = _facts(path, stat.st_mtime_ns, stat.st_ino, stat.st_size)
+        except (OSError, RunError):
             manifest = None
         age = (manifest.sequence if manifest else 0, int(match[1] or match[3]), not match[2])
         found.append((age, path.name, manifest))
