@@ -400,5 +400,5 @@ def _check_tokenizer(values: Values, entry: str) -> dict[str, Any]:
             raise UsageError(f"{_show(field, values[field])} is not a file", local=True)
     exact, unit = values["pad_vocab_size_to"], values["make_vocab_size_divisible_by"]
     _require(exact is None or exact % unit == 0,
-             f"--pad-vocab-size-to {exact} does not divide by --make-vocab-size-divisible-by {unit}")
+             f"--pad-vocab-size-to {exact} is no multiple of --make-vocab-size-divisible-by {unit}; change one of them")
     return {"tokenizer_type": kind}

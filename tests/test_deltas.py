@@ -18,6 +18,7 @@ from megatron.checkpoint import delta_copy
 from megatron.checkpoint.delta import extract
 from megatron.checkpoint.delta_file import Delta, DeltaFacts, average, read_delta, to_bytes, write_delta
 from megatron.checkpoint.fingerprint import as_text, tensor_print
+from megatron.checkpoint.hugging_face_export import from_folder, to_folder
 from megatron.config import BIAS_TERMS
 from megatron.delta_report import heat_map, movement, table
 from megatron.deltas import apply_delta, check_base, delta_applied, load_delta
@@ -136,6 +137,16 @@ def test_files_patched_are_the_tuned_model_and_back_to_the_byte(models, tmp_path
     assert files == sorted(path.name for path in (tmp_path / "again").iterdir()) and len(files) > 4
     for name in files:
         assert (folder / "base" / name).read_bytes() == (tmp_path / "again" / name).read_bytes(), name
+
+
+def test_layer_files_of_from_hf_with_a_delta_go_home_as_the_tuned_model(models, tmp_path):
+    folder, _, _ = models
+    from_folder(folder / "base", tmp_path / "ours", tp=2)
+    delta_copy.apply(tmp_path / "ours", read_delta(folder / "one.safetensors"), tmp_path / "merged")
+    to_folder(tmp_path / "merged", tmp_path / "home")
+    home, tuned = (transformers.AutoModelForCausalLM.from_pretrained(path) for path in (tmp_path / "home", folder / "one"))
+    assert home.config.vocab_size == tuned.config.vocab_size
+    assert same(dict(home.state_dict()), dict(tuned.state_dict()))
 
 
 def test_pickled_shards_are_written_anew(models, tmp_path):

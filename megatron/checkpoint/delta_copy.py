@@ -21,6 +21,7 @@ from megatron.checkpoint import files
 from megatron.checkpoint.delta import DeltaSource, Stored, checkpoint_folder, is_delta_tag, open_stored
 from megatron.checkpoint.delta_file import Delta, read_delta, targets, write_delta
 from megatron.checkpoint.hugging_face import PREFIX, HuggingFaceFolder
+from megatron.checkpoint.hugging_face_export import CARRIED
 from megatron.checkpoint.hugging_face_files import INDEX
 from megatron.checkpoint.layouts import NUMBERS, LayerFolder, current_name
 from megatron.errors import RunError
@@ -120,6 +121,8 @@ def _copy_tag(changed: Stored, part: Path) -> None:
                 mine = shard(change.value, change.tag, rank, len(paths))
                 content[keys[change.name]] = mine.clone(memory_format=torch.contiguous_format)
             torch.save(content, tag / path.name)
+    if (carried := changed.folder.parent / CARRIED).is_dir():  # what from-hf left for to-hf
+        shutil.copytree(carried, part / CARRIED)
     files.write_text(part / files.LATEST, changed.folder.name)
 
 
