@@ -262,7 +262,7 @@ def _progress(stored: dict) -> Progress:
 def restart_streams(seed: int, iteration: int, context: ParallelContext, streams: RandomStreams) -> None:
     """Seed all streams of this rank as a start would whose --seed is a hash of ``seed`` and ``iteration``.
 
-    For a resume at other TP or PP degrees, where no saved state belongs to this rank: the same
+    For a resume where no saved state belongs to this rank (other TP or PP degrees, --no-save-rng): the same
     resume draws the same numbers again, and no rank those of before the save.
     """
     digest = hashlib.sha256(f"{seed} {iteration}".encode()).digest()
