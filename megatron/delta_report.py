@@ -41,6 +41,8 @@ def movement(delta: Delta, base: Delta) -> Movement:
         target, which = target_of(name)
         if target not in base.tensors:
             raise RunError(f"the base has no {target}, which is in the delta")
+        if heads and target.endswith(f"{_FUSED}.bias") and base.tensors[target].numel() % (3 * heads):
+            raise RunError(f"{target} of {base.tensors[target].numel()} elements cannot be of {heads} heads, which the delta tells")
         before = slot(base.tensors[target], which, heads).reshape(-1)
         if before.shape != values.reshape(-1).shape:
             raise RunError(f"{name} has shape {tuple(values.shape)}, which does not fit the base's {tuple(base.tensors[target].shape)}")
@@ -93,6 +95,7 @@ def heat_map(moved: Movement, title: str) -> str:
     above = [value for value in moved.cells.values() if value > 0 and math.isfinite(value)]
     low, top = (min(above), max(above)) if above else (1.0, 1.0)
     low = max(low, top / 1e4)
+    title = "".join(letter if letter.isprintable() else "?" for letter in title)  # XML knows no control characters
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" font-size="11">',
              f'<title>{escape(title)}</title>', f'<rect width="{width}" height="{height}" fill="white"/>',
              f'<text x="6" y="15" font-size="12">{escape(title)}</text>']

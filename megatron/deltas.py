@@ -13,7 +13,7 @@ A swap writes the biases, 0.006 % of BLOOM-176B, and moves nothing else.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,11 +42,10 @@ def apply_delta(model: torch.nn.Module, delta: Delta) -> Delta:
     RunError is raised, for a model that the delta does not fit. Whether it is the right base is not looked at: `check_base`.
     """
     shape, places = _places(model)
+    _check_fits(model, shape, places, delta)
     fresh: dict[str, torch.Tensor] = {}
     kept: dict[str, torch.Tensor] = {}
     for target, names in targets(delta).items():
-        if target not in places:
-            raise RunError(f"the delta has {target}, which a {type(model).__name__} of {shape.num_layers} layers has not")
         pair, param = places[target]
         kept[target] = from_hugging_face(pair, param.detach(), shape).clone()
         fresh[target] = kept[target].clone()
@@ -76,6 +75,7 @@ def check_base(model: torch.nn.Module, delta: Delta) -> None:
     delta's dtype differs in all.
     """
     shape, places = _places(model)
+    _check_fits(model, shape, places, delta)
     trained = targets(delta)
     for name, (pair, param) in places.items():
         tag = ParamTag(tied="word table") if pair.index == EMBEDDING_INDEX and pair.name == "word_embeddings.weight" else ParamTag()
@@ -83,6 +83,24 @@ def check_base(model: torch.nn.Module, delta: Delta) -> None:
         mine = frozen_print(name, values, tag, trained.get(name, []), delta.facts)
         if mine is not None and delta.facts.prints.get(name) != mine:
             raise RunError(f"this {type(model).__name__} is not the base of the delta: their {name} differs")
+
+
+def _check_fits(model: torch.nn.Module, shape: ModelConfig, places: Mapping[str, tuple[NamePair, torch.nn.Parameter]],
+                delta: Delta) -> None:
+    """RunError for a delta of another architecture, and for weights that are not in memory."""
+    name, facts = type(model).__name__, delta.facts
+    # one taken from a checkpoint that does not tell its heads says 0
+    for what, theirs, ours in (("layers", facts.num_layers, shape.num_layers),
+                               ("attention heads", facts.num_attention_heads or shape.num_attention_heads, shape.num_attention_heads)):
+        if theirs != ours:
+            raise RunError(f"the delta belongs to a model of {theirs} {what}, this {name} has {ours}")
+    trained = targets(delta)
+    if unknown := [target for target in (*trained, *facts.prints) if target not in places]:
+        raise RunError(f"the delta has {unknown[0]}, which a {name} has not")
+    if facts.prints and (unknown := [target for target in places if target not in trained and target not in facts.prints]):
+        raise RunError(f"this {name} has {unknown[0]}, which the delta's base has not")
+    if any(param.is_meta for _, param in places.values()):
+        raise RunError(f"weights of this {name} are on the meta device (not loaded, or offloaded); a delta needs them in memory")
 
 
 def _places(model: torch.nn.Module) -> tuple[ModelConfig, dict[str, tuple[NamePair, torch.nn.Parameter]]]:
@@ -97,5 +115,9 @@ def _places(model: torch.nn.Module) -> tuple[ModelConfig, dict[str, tuple[NamePa
                         ffn_hidden_size=0 if bloom else config.n_inner or 0,
                         position_embedding_type="alibi" if bloom else "absolute", max_position_embeddings=1)
     params = {name.removeprefix("transformer."): param for name, param in model.named_parameters()}
+    pairs = bloom_names(shape) if bloom else gpt2_names(shape)
+    if lacking := next((pair.hf_name for pair in pairs if pair.hf_name.removeprefix("transformer.") not in params), None):
+        raise RunError(f"this {type(model).__name__} has no {lacking}; a delta goes onto the model itself: unwrap what PEFT, "
+                       "torch.compile or a data-parallel class put around it")
     return shape, {canonical_name(pair.index, pair.name, shape.num_layers): (pair, params[pair.hf_name.removeprefix("transformer.")])
-                   for pair in (bloom_names(shape) if bloom else gpt2_names(shape))}
+                   for pair in pairs}

@@ -168,9 +168,6 @@ def _write_manifest(part: Path, shape: ModelConfig, tp: int, dtype: str | None, 
 
 def _write(path: Path, content: dict) -> None:
     """One file, on disk when this returns."""
-    try:
-        torch.save(content, path)
-    except RuntimeError as error:  # what torch makes of a full disk
-        raise OSError(f"{path.name}: {str(error).splitlines()[0]}") from error
+    files.save(content, path)
     with open(path, "rb") as written:
         os.fsync(written.fileno())

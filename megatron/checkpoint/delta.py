@@ -95,8 +95,21 @@ def open_delta_tag(folder: Path, config: CheckpointConfig | None) -> DeltaSource
     """
     delta = read_delta(folder / NAME)
     base = base_folder(folder, delta.facts, config.load if config else None)
+    _check_chain(folder, base)
     # --load speaks of this tag's base; a base that is a delta itself knows its own
     return DeltaSource(open_source(base, replace(config, load=None) if config else None), delta, str(folder), folder)
+
+
+def _check_chain(folder: Path, base: Path) -> None:
+    """RunError where the bases of bases of ``folder`` come back to one of them."""
+    seen = {folder.resolve()}
+    while base.resolve() not in seen:
+        if not is_delta_tag(base) or not (following := read_delta(base / NAME).facts.base):
+            return
+        seen.add(base.resolve())
+        base = Path(following)
+    raise RunError(f"{folder} holds biases only, and its bases lead back to {base}, which is a delta too; give the base with "
+                   "--load, or write both as one with tools/bitfit_delta.py apply")
 
 
 def base_folder(folder: Path, facts: DeltaFacts, load: str | None) -> Path:

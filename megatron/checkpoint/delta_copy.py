@@ -7,7 +7,6 @@ Face folder files are copied as they are and the bytes of biases are overwritten
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import struct
@@ -63,8 +62,7 @@ def apply(base: str | Path, delta: Delta, target: str | Path, name: str = "the d
     stored = open_stored(folder)
     source = DeltaSource(stored.source, delta, name)
     changed = replace(stored, source=source)
-    part = target.with_name(target.name + ".part")
-    shutil.rmtree(part, ignore_errors=True)
+    part = files.unfinished(target, folder)
     try:
         part.mkdir(parents=True)
         if isinstance(stored.source, HuggingFaceFolder):
@@ -77,7 +75,7 @@ def apply(base: str | Path, delta: Delta, target: str | Path, name: str = "the d
             raise RunError(f"the base {base} has no {unknown[0]} ({len(unknown)} of the delta's tensors are not in it)")
         if undo:
             write_delta(part / UNDO, Delta(source.replaced, replace(delta.facts, base=str(folder.resolve()))))
-        part.rename(target)
+        files.publish(part, target)
     except BaseException as error:
         shutil.rmtree(part, ignore_errors=True)
         if isinstance(error, OSError):
@@ -120,7 +118,7 @@ def _copy_tag(changed: Stored, part: Path) -> None:
             for change in changes:
                 mine = shard(change.value, change.tag, rank, len(paths))
                 content[keys[change.name]] = mine.clone(memory_format=torch.contiguous_format)
-            torch.save(content, tag / path.name)
+            files.save(content, tag / path.name)
     if (carried := changed.folder.parent / CARRIED).is_dir():  # what from-hf left for to-hf
         shutil.copytree(carried, part / CARRIED)
     files.write_text(part / files.LATEST, changed.folder.name)
@@ -148,7 +146,7 @@ def _copy_hugging_face(changed: Stored, source: HuggingFaceFolder, part: Path) -
             else:
                 pickled.setdefault(path, {})[name] = value
     for path, values in pickled.items():
-        torch.save({**files.read(path), **values}, path)
+        files.save({**files.read(path), **values}, path)
 
 
 def _overwrite(path: Path, name: str, value: torch.Tensor) -> None:
@@ -161,5 +159,3 @@ def _overwrite(path: Path, name: str, value: torch.Tensor) -> None:
             raise RunError(f"{name} takes {stop - start} bytes in {path.name}, its new value {len(data)}")
         file.seek(8 + length + start)
         file.write(data)
-        file.flush()
-        os.fsync(file.fileno())

@@ -111,7 +111,12 @@ def _short(item: tuple[str, Any]) -> tuple[str, Any]:
 
 
 def write_delta(path: str | Path, delta: Delta) -> None:
-    """Write ``delta`` in one step."""
+    """Write ``delta`` in one step, over another delta at most. Raises RunError where ``path`` is a file of another kind."""
+    if Path(path).is_file():
+        try:
+            read_delta(path)
+        except RunError:
+            raise RunError(f"{path} exists already and is no delta; give another file") from None
     files.write_bytes(Path(path), to_bytes(delta))
 
 
@@ -138,13 +143,28 @@ def read_delta(path: str | Path) -> Delta:
                            terms=tuple(stored["terms"].split()), vocab_size=int(stored["vocab_size"]),
                            step=int(stored["step"]), base=stored["base"], prints=prints,
                            arguments=json.loads(stored["arguments"]))
+        _check_read(tensors, facts)
         if stored["dtype"] not in _DTYPES or facts.base_fingerprint != stored["base_fingerprint"]:
             raise RunError(f"{path} is damaged: its metadata do not agree with each other")
     except FileNotFoundError:
         raise RunError(f"there is no file {path}") from None
-    except (SafetensorError, OSError, ValueError, KeyError, AttributeError, IndexError) as error:
+    except (SafetensorError, OSError, ValueError, KeyError, AttributeError, IndexError, TypeError, RecursionError) as error:
         raise RunError(f"{path} is no bias delta, or a damaged one: {error}") from error
     return Delta(tensors, facts)
+
+
+def _check_read(tensors: Mapping[str, torch.Tensor], facts: DeltaFacts) -> None:
+    """ValueError for a file that would do else than set biases."""
+    for name, value in tensors.items():
+        if not name.endswith(".bias") or not value.is_floating_point() or value.dim() != 1:
+            raise ValueError(f"{name} of {value.dtype} and shape {tuple(value.shape)} is no bias")
+    whole = [name for name in tensors if target_of(name)[1] is None]
+    if twice := [name for name in tensors if target_of(name)[1] and target_of(name)[0] in whole]:
+        raise ValueError(f"{twice[0]} is in it as a part and as a whole")
+    if facts.num_attention_heads < (len(whole) < len(tensors)):
+        raise ValueError(f"it tells {facts.num_attention_heads} heads")
+    if not isinstance(facts.arguments, dict) or "\0" in facts.base:
+        raise ValueError("its arguments are no object, or its base is no path")
 
 
 def _by_kind(values: Mapping[str, Any], num_layers: int) -> dict[str, list]:
@@ -246,6 +266,8 @@ def average(deltas: Sequence[Delta], weights: Sequence[float] | None = None) -> 
                            f"{' '.join(other.facts.terms)}")
         if name := first_difference(first.facts.prints, other.facts.prints):
             raise RunError(f"deltas of different bases cannot be averaged: their {name} differs")
+        if name := next((name for name, value in first.tensors.items() if other.tensors[name].shape != value.shape), None):
+            raise RunError(f"deltas of different shapes cannot be averaged: their {name} differs")
     share = [weight / sum(weights) for weight in weights]
     tensors = {name: sum(part * delta.tensors[name].double() for part, delta in zip(share, deltas)).to(value.dtype)
                for name, value in first.tensors.items()}

@@ -62,6 +62,37 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def unfinished(target: Path, source: Path) -> Path:
+    """Where the folder ``target`` is written until it is complete; what a killed job left there is removed.
+
+    Raises RunError where ``source``, which it is made from, lies in that place.
+    """
+    part = target.with_name(target.name + ".part")
+    if part.resolve() in (source.resolve(), *source.resolve().parents):
+        raise RunError(f"{target} would be written as {part} first, which is what is read; give another name")
+    shutil.rmtree(part, ignore_errors=True)
+    return part
+
+
+def publish(part: Path, target: Path) -> None:
+    """Give the complete folder ``part`` its name, with all its files on disk."""
+    for folder, _, names in os.walk(part):
+        for name in names:
+            with open(os.path.join(folder, name), "rb") as done:
+                os.fsync(done.fileno())
+        sync_folder(Path(folder))
+    part.rename(target)
+    sync_folder(target.absolute().parent)
+
+
+def save(content, path: Path) -> None:
+    """torch.save, with an OSError where the disk is full."""
+    try:
+        torch.save(content, path)
+    except RuntimeError as error:
+        raise OSError(f"{path.name}: {str(error).splitlines()[0]}") from error
+
+
 def replace_folder(new: Path, old: Path) -> None:
     """Put the complete folder ``new`` in the place of ``old``, which need not exist.
 

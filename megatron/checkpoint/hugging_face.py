@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.checkpoint.hugging_face_files import TensorFiles, read_json
+from megatron.checkpoint.hugging_face_files import DTYPES, TensorFiles, read_json
 from megatron.checkpoint.load_plan import is_hugging_face
 from megatron.checkpoint.progress import ARCHITECTURE_FLAGS, architecture
 from megatron.checkpoint.sources import WeightSource
@@ -74,15 +74,15 @@ def read_config(folder: str | Path) -> StoredConfig:
     """
     path = Path(folder) / CONFIG
     raw = read_json(path)
-    named = " ".join(map(str, raw.get("architectures") or []))
+    named = str(raw.get("architectures") or "")
     kind = raw.get("model_type") or ("bloom" if "Bloom" in named else "gpt2" if "GPT2" in named else None)
     if kind not in ("bloom", "gpt2"):
         raise RunError(f"{path} describes a model of type {kind or named or 'unknown'}; "
                        "only bloom (BloomForCausalLM) and gpt2 (GPT2LMHeadModel) can be read")
 
-    def number(keys: tuple[str, ...]) -> int:
-        key, value = next(((key, raw[key]) for key in keys if raw.get(key) is not None), (keys[0], None))
-        if not isinstance(value, int) or value < 1:
+    def number(keys: tuple[str, ...], default: int | None = None) -> int:
+        key, value = next(((key, raw[key]) for key in keys if raw.get(key) is not None), (keys[0], default))
+        if type(value) is not int or value < 1:
             raise RunError(f"{path}: {key} is {value!r}, but must be a whole number above 0")
         return value
 
@@ -94,15 +94,18 @@ def read_config(folder: str | Path) -> StoredConfig:
             raise RunError(f"{path}: {key} is {raw[key]!r}; only {value!r} can be computed here")
     fields = {name: number(keys) for name, keys in (_BLOOM_KEYS if kind == "bloom" else _GPT2_KEYS).items()}
     if kind == "bloom":
-        fields |= {"position_embedding_type": "alibi", "embed_layernorm": True, "seq_length": raw.get("seq_length") or 2048,
+        fields |= {"position_embedding_type": "alibi", "embed_layernorm": True, "seq_length": number(("seq_length",), 2048),
                    "apply_residual_connection_post_layernorm":
                        bool(raw.get("apply_residual_connection_post_layernorm", False))}
     else:
         if (activation := raw.get("activation_function", "gelu_new")) not in _TANH_GELU:
             raise RunError(f"{path}: activation_function is {activation!r}; only {', '.join(_TANH_GELU)} can be computed here")
-        fields |= {"seq_length": fields["max_position_embeddings"], "ffn_hidden_size": raw.get("n_inner") or 0}
+        fields |= {"seq_length": fields["max_position_embeddings"], "ffn_hidden_size": number(("n_inner",), 4 * fields["hidden_size"])}
+    epsilon = raw.get("layer_norm_epsilon", 1e-5)
+    if type(epsilon) not in (int, float) or not 0 <= epsilon < 1:
+        raise RunError(f"{path}: layer_norm_epsilon is {epsilon!r}, but must be a number from 0 to 1")
     try:
-        model = ModelConfig(layernorm_epsilon=float(raw.get("layer_norm_epsilon", 1e-5)), **fields)
+        model = ModelConfig(layernorm_epsilon=float(epsilon), **fields)
     except (TypeError, ValueError) as error:
         raise RunError(f"{path}: {error}") from error
     return StoredConfig(kind, model, number(("vocab_size",)), raw)
@@ -149,6 +152,8 @@ class HuggingFaceFolder(WeightSource):
         self.config = read_config(folder)
         self.num_layers = self.config.model.num_layers
         self.files = TensorFiles(self.folder)
+        if self.num_layers > len(self.files.file_of):  # before all their names are listed
+            raise RunError(f"{folder} holds {len(self.files.file_of)} tensors, too few for {self.num_layers} layers")
         self.layers: dict[int, list[NamePair]] = {}
         for pair in self.config.pairs():
             self.layers.setdefault(pair.index, []).append(pair)
@@ -175,9 +180,9 @@ class HuggingFaceFolder(WeightSource):
         for pair in pairs:
             tensor = read.pop(there[pair.hf_name])
             shape = shape_there(pair, self.config.model, self.config.rows)
-            if tuple(tensor.shape) != shape or not tensor.is_floating_point():
+            if tuple(tensor.shape) != shape or tensor.dtype not in DTYPES:
                 raise RunError(f"{there[pair.hf_name]} in {self.files.file_of[there[pair.hf_name]]} is {tensor.dtype} of shape "
-                               f"{tuple(tensor.shape)}; by {CONFIG} it should hold floating point numbers of shape {shape}")
+                               f"{tuple(tensor.shape)}; by {CONFIG} it should hold floating point numbers of 16 to 64 bits, shape {shape}")
             if pair.layout == VOCABULARY and self._head:
                 self._check_head(there[pair.hf_name], tensor)
             # the table as it is: whoever asks adds or drops padding

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from megatron.checkpoint import files
 from megatron.checkpoint.convert import write_layer_folder
 from megatron.checkpoint.hugging_face import (
     CONFIG,
@@ -180,8 +182,7 @@ def to_folder(checkpoint: str | Path, target: str | Path, *, base: str | Path | 
         raise RunError(f"{folder} holds {source.num_layers} layers, {base or 'its state file'} describes {model.num_layers}")
     pairs = StoredConfig(kind, model, 0, {}).pairs()
     true_sizes = {base and read_config(base).rows, stored_vocabulary(state)}
-    part = target.with_name(target.name + ".part")
-    shutil.rmtree(part, ignore_errors=True)  # of a conversion that was killed
+    part = files.unfinished(target, folder)
     writer = ShardWriter(part, [pair.hf_name for pair in pairs], max_shard_bytes)
     try:
         part.mkdir(parents=True)
@@ -209,12 +210,13 @@ def to_folder(checkpoint: str | Path, target: str | Path, *, base: str | Path | 
         written = writer.close()
         stored_dtype = vocabulary_dtype if dtype == "keep" else DTYPES[dtype]
         carried = _write_rest(part, base, state, model, kind, rows, stored_dtype)
-        for name in carried:
-            _sync(part / name)
-        part.rename(target)
-    except BaseException:
-        writer.abandon()
+        files.publish(part, target)
+    except BaseException as error:
+        with contextlib.suppress(OSError):  # what is still to be written may not fit either
+            writer.abandon()
         shutil.rmtree(part, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise RunError(f"{target} cannot be written: {error}") from error
         raise
     return Exported(kind=kind, parameters=parameters, bytes=writer.total_bytes, rows=rows,
                     dropped_rows=stored_rows - rows, files=tuple(path.name for path in written),

@@ -56,7 +56,9 @@ class TensorFiles:
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise RunError(f"{index} has no weight_map")
-        for file in sorted(set(map(str, weight_map.values()))):
+        if not all(isinstance(file, str) for file in weight_map.values()):
+            raise RunError(f"{index} has a weight_map that does not name a file for each tensor")
+        for file in sorted(set(weight_map.values())):
             if Path(file).name != file:
                 raise RunError(f"{index} names {file}, which is no file beside it")
             if not (self.folder / file).is_file():
@@ -95,7 +97,7 @@ class TensorFiles:
             return
         with _opened(path) as file:
             table = _guarded(path, lambda: file.get_slice(name))
-            for start in range(0, table.get_shape()[0], _ROWS):
+            for start in range(0, table.get_shape()[0] if table.get_shape() else 0, _ROWS):
                 yield _guarded(path, lambda start=start: table[start:start + _ROWS])
 
     def _load_bin(self, path: Path) -> dict[str, torch.Tensor]:
@@ -106,7 +108,7 @@ class TensorFiles:
         stored = _guarded(path, lambda: torch.load(path, map_location="cpu", weights_only=True, mmap=mapped))
         if not mapped:  # written by torch before 1.6: kept until another file is wanted
             self._kept = (path, stored)
-        if not isinstance(stored, dict):
+        if not isinstance(stored, dict) or not all(isinstance(name, str) for name in stored):
             raise RunError(f"{path} holds no tensors by name")
         return stored
 
@@ -131,7 +133,7 @@ def _guarded(path: Path, read):
 
 # --- writing ----------------------------------------------------------------------------------
 
-_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 class ShardWriter:
@@ -161,7 +163,7 @@ class ShardWriter:
             self._header, self._size = {}, 0
         data = tensor.detach().cpu().contiguous()
         self._file.write(memoryview(data.view(-1).view(torch.uint8).numpy()))
-        self._header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape),
+        self._header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape),
                               "data_offsets": [self._size, self._size + size]}
         self._size += size
         self.total_bytes += size
