@@ -171,6 +171,9 @@ USED: dict[str, tuple[Flag, ...]] = {
         _used("--exit-interval", count, help="save and exit at multiples of this iteration"),
         _used("--exit-duration-in-mins", count, help="save and exit after so many minutes"),
         _used("--kill-switch-path", str, help="save and exit when this file exists"),
+        _switch("--exit-signal-handler", "SIGTERM or SIGUSR1 on any rank: save and exit with code 75 (requeue); "
+                "a second one quits at once"),
+        _used("--max-skipped-iterations", count, help="give up, without saving, after so many skipped updates in a row"),
         _used("--skip-train-iteration-range", str, many=True, help="A-B ...: iterations whose data is discarded"),
         _used("--eval-only", word, False, "evaluate, do not train"),
     ),

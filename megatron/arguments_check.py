@@ -346,7 +346,7 @@ def _check_checkpoints(values: Values) -> None:
              f"--save {values['save']} needs --save-interval")
     _require(not values["save_delta_only"] or (values["bitfit"] and values["save"]),
              "--save-delta-only saves the biases that --bitfit trains into --save; give both")
-    for name in ("keep_last", "async_save"):
+    for name in ("keep_last", "async_save", "exit_signal_handler"):
         _require(not values[name] or values["save"], f"{_show(name, values[name])} concerns what is saved; give --save too")
 
 

@@ -169,6 +169,10 @@ class TrainConfig:
     exit_interval: int | None = None
     exit_duration_in_mins: int | None = None
     kill_switch_path: str | None = None
+    exit_signal_handler: bool = False
+    """SIGTERM and SIGUSR1 save and end the run"""
+    max_skipped_iterations: int | None = None
+    """skipped updates in a row that end the run"""
     skip_train_iteration_range: tuple[tuple[int, int], ...] = ()
     """inclusive, sorted, merged"""
 

@@ -11,7 +11,7 @@ from megatron.errors import RunError, SharedRunError
 
 
 def run_task(settings: Settings, task) -> int:
-    """Train; returns 0, or ends the process non-zero without waiting for other ranks.
+    """Train; returns the exit code of a run that ended in order, or ends the process without waiting for other ranks.
 
     A SharedRunError is raised on all ranks alike and printed once. Anything else may
     have struck this rank alone while its peers wait in a collective, so the process leaves
@@ -21,8 +21,7 @@ def run_task(settings: Settings, task) -> int:
 
     rank = settings.parallel.rank
     try:
-        pretrain(settings, task)
-        return 0
+        return pretrain(settings, task)
     except SharedRunError as error:
         if rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)

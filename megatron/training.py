@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,7 @@ from megatron.mpu.random import seed_everything
 from megatron.optimizer.batch_size import BatchSizeSchedule, training_iterations
 from megatron.replicas import Replicas
 from megatron.run_report import RunReport
+from megatron.stopping import GradientWatch, Stop, Stopping, outlive_signals
 from megatron.tensorboard import TensorBoardWriter
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.padding import padded_vocab_size
@@ -72,6 +73,7 @@ class Run:
     saver: save.Saver | None = None
     weight: GlobalWeight | None = None
     to_batch: Callable | None = None
+    stopping: Stopping | None = None
     started: float = field(default_factory=time.monotonic)
     last_saved: int = -1
     timers: Timers = field(default_factory=Timers)
@@ -87,8 +89,8 @@ class Run:
             print(text, flush=True)
 
 
-def pretrain(settings: Settings, task: Task) -> None:
-    """Run one job from parsed settings to its last log line, on every rank."""
+def pretrain(settings: Settings, task: Task) -> int:
+    """Run one job from parsed settings to its last log line, on every rank. Returns the exit code."""
     _set_log_level(settings)
     context = initialize_distributed(settings.parallel)
     check_precision(settings.model.params_dtype)
@@ -126,6 +128,7 @@ def pretrain(settings: Settings, task: Task) -> None:
     run.engine.set_batch_fn(run.to_batch)
     valid = {name: _rows(run, dataset, valid=True, groups=len(datasets.valid))
              for name, dataset in datasets.valid.items()}
+    stop = None
     if settings.train.eval_iters and not valid:
         run.say("no validation data: nothing is evaluated")
     run.say(log_lines.datetime_line("before the start of training step"))
@@ -136,13 +139,14 @@ def pretrain(settings: Settings, task: Task) -> None:
         config = settings.checkpoint
         deltas = DeltaSaves(model, settings, context, plan) if config.save and config.save_delta_only else None
         run.saver = save.Saver(settings, context, plan, deltas)
-        train(run, _rows(run, datasets.train), valid)
-        if run.progress.iteration >= run.train_iters:  # not when asked to stop early
+        stop = train(run, _rows(run, datasets.train), valid)
+        if run.progress.iteration >= run.train_iters and not (stop and stop.exit_code):  # time is short then
             _final_evaluation(run, valid, datasets.test)
     for line in run.report.at_end(parameters):
         run.say_last(line)
     run.writer.close()
     shutdown()
+    return stop.exit_code if stop else 0
 
 
 # --- set-up -----------------------------------------------------------------------------------
@@ -173,6 +177,7 @@ def _prepare(settings: Settings, context: ParallelContext) -> Run:
               batch_sizes=BatchSizeSchedule(settings.train, context.dp_size), progress=Progress(),
               writer=TensorBoardWriter(settings.logging, enabled=context.is_last_rank,
                                       data_parallel_size=context.dp_size, seq_length=settings.model.seq_length))
+    run.stopping = Stopping(settings.train, context, run.started)
     run.say(log_lines.world_size_line(parallel))
     run.say(format_argument_dump(settings))
     if settings.logging.log_path and context.rank == 0:
@@ -264,17 +269,18 @@ def _rows(run: Run, dataset, *, valid: bool = False, groups: int = 1, test: bool
                               dp_rank=context.dp_rank, dp_size=context.dp_size,
                               consumed_samples=consumed, kind=settings.data.dataloader_type,
                               num_workers=settings.data.valid_num_workers if valid
-                              else settings.data.num_workers, seed=settings.train.seed, cycle=valid or test)
+                              else settings.data.num_workers, seed=settings.train.seed, cycle=valid or test,
+                              worker_start=outlive_signals if settings.train.exit_signal_handler else None)
     return BroadcastRows(source, context, settings.train.micro_batch_size, settings.model.seq_length + 1)
 
 
 # --- training ---------------------------------------------------------------------------------
 
 
-def train(run: Run, rows: Iterator | None, valid: dict[str, Iterator | None]) -> None:
-    """Iterate until the run's length, or until something asks it to stop."""
+def train(run: Run, rows: Iterator | None, valid: dict[str, Iterator | None]) -> Stop | None:
+    """Iterate until the run's length, or until something asks it to stop, which is returned."""
     settings, progress = run.settings, run.progress
-    line = _Line(run)
+    line, gradients, stop, owed = _Line(run), GradientWatch(run.engine, run.context), None, False
     while progress.iteration < run.train_iters:
         size = run.batch_sizes.size(progress.consumed_train_samples)
         if _discarded(settings, progress.iteration + 1):
@@ -282,6 +288,10 @@ def train(run: Run, rows: Iterator | None, valid: dict[str, Iterator | None]) ->
         else:
             loss, skipped = _step(run, rows, size)
             line.add(loss, skipped, size)
+            if skipped:
+                run.say(gradients.told(progress.iteration, loss))
+            if problem := run.stopping.count(progress.iteration, skipped=skipped):
+                _give_up(run, problem)
         run.saver.poll()
         run.replicas.after(progress.iteration)
         paused = time.monotonic()
@@ -289,15 +299,25 @@ def train(run: Run, rows: Iterator | None, valid: dict[str, Iterator | None]) ->
             for name, group_rows in valid.items():
                 evaluate(run, name, group_rows, f"iteration {progress.iteration}")
         interval = settings.checkpoint.save_interval
-        if settings.checkpoint.save and interval and progress.iteration % interval == 0:
-            _save(run)
+        if settings.checkpoint.save and interval and (owed or progress.iteration % interval == 0):
+            owed = run.stopping.holds_saves_back
+            if not owed:
+                _save(run)
         line.leave_out(time.monotonic() - paused)
-        if reason := _stop_reason(run):
-            run.say(f"exiting program at iteration {progress.iteration}: {reason}")
+        if stop := run.stopping.after(progress.iteration, run.engine.device):
+            run.say(f"exiting program at iteration {progress.iteration}: {stop.reason}")
             break
     if settings.checkpoint.save and run.last_saved != progress.iteration and progress.iteration:
         _save(run)
     run.saver.finish()
+    run.stopping.close()
+    return stop
+
+
+def _give_up(run: Run, problem: str) -> NoReturn:
+    """Collective: end all ranks with this sentence, once a tag that is under way is complete."""
+    run.saver.finish()
+    raise SharedRunError(problem)
 
 
 def _step(run: Run, rows: Iterator | None, samples: int) -> tuple[float, bool]:
@@ -311,8 +331,8 @@ def _step(run: Run, rows: Iterator | None, samples: int) -> tuple[float, bool]:
             loss = float(engine.train_batch(_weighed(run, rows, samples)))
     except Exception as error:
         if "loss scale already at minimum" in str(error):  # DeepSpeed's only sign of it
-            raise SharedRunError(f"iteration {run.progress.iteration + 1}: gradients overflow even at the lowest loss "
-                                 "scale (--min-loss-scale); train with --bf16, or with a lower --lr") from error
+            _give_up(run, f"iteration {run.progress.iteration + 1}: gradients overflow even at the lowest loss "
+                          "scale (--min-loss-scale); train with --bf16, or with a lower --lr")
         raise
     skipped = engine.skipped_steps > skipped_before
     run.progress.skipped_iterations += skipped
@@ -399,23 +419,6 @@ def _save(run: Run) -> None:
     run.saver.save(run.engine, run.progress, run.streams)
     run.timers.stop("save-checkpoint")
     run.last_saved = run.progress.iteration
-
-
-def _stop_reason(run: Run) -> str | None:
-    """Why to stop now, the same answer on all ranks."""
-    config = run.settings.train
-    if config.exit_interval and run.progress.iteration % config.exit_interval == 0:
-        return f"--exit-interval {config.exit_interval}"
-    minutes = (time.monotonic() - run.started) / 60
-    asks = [config.exit_duration_in_mins is not None and minutes > config.exit_duration_in_mins,
-            config.kill_switch_path is not None and Path(config.kill_switch_path).exists()]
-    if config.exit_duration_in_mins is None and config.kill_switch_path is None:
-        return None
-    votes = torch.tensor(asks, dtype=torch.int32, device=run.engine.device)
-    dist.all_reduce(votes, op=dist.ReduceOp.MAX)
-    if votes[0]:
-        return f"--exit-duration-in-mins {config.exit_duration_in_mins}"
-    return f"--kill-switch-path {config.kill_switch_path}" if votes[1] else None
 
 
 def _facts(run: Run, window: LossWindow, size: int, seconds: float,
