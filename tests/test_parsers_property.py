@@ -127,6 +127,18 @@ def test_any_words_are_groups_or_are_refused(arguments):
         assert all(weight >= 0 and math.isfinite(weight) for weight in group.weights)
 
 
+ends = st.sampled_from(["0", "0.0", "0.5", ".5", "1", "1.0", "1.001", "-0.1", "5e-1", "nan", "x"])
+
+
+@few
+@given(st.sampled_from(["1", "0", "-1", "0.5", "inf", "1,5", "w"]), ends, ends)
+@example("1", "0.5", ".5")
+def test_a_group_is_accepted_exactly_when_weight_and_range_make_sense(weight, start, end):
+    found = refused_in_a_sentence(parse_weighted_groups, FLAG, [f"v: {weight} {start}:{end} /d"])
+    good = weight in ("1", "0", "0.5") and not {start, end} & {"1.001", "-0.1", "nan", "x"} and float(start) < float(end)
+    assert (found is not None) == good
+
+
 @few
 @given(st.lists(st.tuples(weights, paths), min_size=1, max_size=5).filter(lambda parts: sum(w for w, _ in parts) > 0))
 def test_a_blend_is_read_as_it_was_spelt(parts):
@@ -260,6 +272,8 @@ def test_a_training_line_says_again_what_was_read_from_it(facts, ahead):
     for name, value in vars(facts).items():
         if isinstance(value, int):
             assert heard[name] == value
+    for label, value in (("grad norm", facts.grad_norm), ("params norm", facts.params_norm)):
+        assert value is None or f" {label}: {value:.3f} |" in line
 
 
 @few
@@ -319,6 +333,7 @@ def test_a_blend_follows_its_weights_and_never_runs_past_an_end(weights, length,
     shares = normalised(weights)
     which, local = build_blending_indices(np.array(shares), length, force_numpy=force_numpy)
     drawn = Counter()
+    assert which[0] == shares.index(max(shares)), "the heaviest comes first"
     for dataset, index in zip(which.tolist(), local.tolist()):
         assert index == drawn[dataset] and shares[dataset] > 0
         drawn[dataset] += 1
