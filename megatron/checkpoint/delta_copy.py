@@ -130,7 +130,8 @@ def _copy_tag(changed: Stored, part: Path) -> None:
 def _copy_hugging_face(changed: Stored, source: HuggingFaceFolder, part: Path) -> None:
     file_of, model = source.files.file_of, source.config.model
     used = {path.name for path in file_of.values()}
-    used.add(INDEX if any(name.endswith(".safetensors") for name in used) else "pytorch_model.bin.index.json")
+    if not used & {"model.safetensors", "pytorch_model.bin"}:  # an index beside these is of other weights
+        used.add(INDEX if any(name.endswith(".safetensors") for name in used) else "pytorch_model.bin.index.json")
     for path in changed.folder.iterdir():
         if path.is_file() and path.name != UNDO and (path.name in used or not _WEIGHTS.fullmatch(path.name)):
             shutil.copyfile(path, part / path.name)

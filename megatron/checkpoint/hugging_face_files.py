@@ -20,9 +20,9 @@ from safetensors import SafetensorError, safe_open
 from megatron.errors import RunError
 
 INDEX = "model.safetensors.index.json"
-#: where weights are looked for, the first one found wins; (file, does it list others)
-_PLACES = ((INDEX, True), ("model.safetensors", False), ("pytorch_model.bin.index.json", True),
-           ("pytorch_model.bin", False))
+#: where weights are looked for, the first one found wins, as in from_pretrained; (file, does it list others)
+_PLACES = (("model.safetensors", False), (INDEX, True), ("pytorch_model.bin", False),
+           ("pytorch_model.bin.index.json", True))
 #: rows of a table that are compared at a time
 _ROWS = 4096
 
