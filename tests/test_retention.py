@@ -189,7 +189,7 @@ def test_interpolation_at_equal_task_loss():
 def made_up(bitfit_lost: float) -> dict:
     """Contents of results.json: full loses 0.2 at its end, the others ``bitfit_lost``; all reach task loss 2."""
     def job(method, seed, end):
-        languages = {"en": 3.0, "de": 4.0 + end + seed / 1e4, "fr": 4.0 + end}
+        languages = [3.0, 4.0 + end + seed / 1e4, 4.0 + end]
         return {"job": "x", "size": "S", "method": method, "rate": 1e-3, "seed": seed, "accuracy": {"a": 0.5},
                 "points": [{"step": 5, "languages": languages, "tasks": {"a": 2.0 if method else 4.0}}],
                 "weights": 1000, "biases": 10, "bias_changes": {"query": [0.1]}, "cpu_seconds": 1.0}
@@ -209,3 +209,12 @@ def test_the_report_says_what_the_figures_say(lost, keeps):
     text = report.report_text(made_up(lost))
     assert keeps in text
     assert f"full fine-tuning has lost 0.200 ± 0.000, BitFit {lost:.3f} ± 0.000" in text
+
+def test_committed_report_is_made_from_the_committed_figures():
+    everything = json.loads((EXAMPLE / "results.json").read_text())
+    assert report.report_text(everything) == (EXAMPLE / "RESULTS.md").read_text()
+    assert len(everything["sizes"]) >= 3 and len(report.results_of(everything).seeds) >= 3
+    # each language was learnt: well below what counts of tokens give
+    for base in report.results_of(everything).bases.values():
+        for language, loss in base["points"][-1]["languages"].items():
+            assert loss < everything["facts"]["unigram"][language] - 0.5, language

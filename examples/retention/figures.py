@@ -131,5 +131,5 @@ def _scale(plt, results: Results, titles: dict[str, str]):
         axes.set_xticks(weights, [f"{size}\n{number / 1e6:.2g} M" for size, number in zip(results.sizes, weights)])
         axes.minorticks_off()
         axes.set_xlabel("weights")
-        axes.legend(frameon=False, fontsize=7.5)
+    right.legend(frameon=False, fontsize=7.5)
     return figure

@@ -29,8 +29,12 @@ def machine() -> str:
 
 
 def collect(folder: Path, plan: plans.Plan, facts: dict, costs: dict) -> dict:
-    """Everything the report says, as it is kept in results.json; losses to five decimals."""
+    """Everything the report says, as it is kept in results.json: losses to four decimals, those of languages in the
+    order of ``facts["training_tokens"]``."""
     found = [json.loads((folder / "results" / f"{job.name}.json").read_text()) for job in plans.jobs(plan)]
+    for job in found:
+        for point in job["points"]:
+            point["languages"] = [point["languages"][name] for name in facts["training_tokens"]]
     early = folder / "interrupted.txt"  # jobs that were ended and done again, see jobs.work
     ended = sum(map(float, early.read_text().split())) if early.exists() else 0.0
     costs = costs | {"jobs_cpu_seconds": ended + sum(job["cpu_seconds"] for job in found)}
@@ -42,7 +46,7 @@ def collect(folder: Path, plan: plans.Plan, facts: dict, costs: dict) -> dict:
 
 def _rounded(value):
     if isinstance(value, float):
-        return float(f"{value:.5g}") if abs(value) < 1 else round(value, 5)
+        return float(f"{value:.4g}") if abs(value) < 1 else round(value, 4)
     if isinstance(value, dict):
         return {name: _rounded(each) for name, each in value.items()}
     return [_rounded(each) for each in value] if isinstance(value, list | tuple) else value
@@ -68,7 +72,10 @@ def render(everything: dict, target: Path) -> str:
 
 def results_of(everything: dict) -> Results:
     """What results.json holds, ready to be reckoned with."""
-    return Results(tuple(everything["jobs"]), tuple(everything["sizes"]), tuple(everything["methods"]))
+    names = list(everything["facts"]["training_tokens"])
+    jobs = [job | {"points": [point | {"languages": dict(zip(names, point["languages"]))} for point in job["points"]]}
+            for job in everything["jobs"]]
+    return Results(tuple(jobs), tuple(everything["sizes"]), tuple(everything["methods"]))
 
 
 def report_text(everything: dict) -> str:
@@ -133,6 +140,11 @@ def _findings(everything: dict, results: Results) -> str:
                    for method in results.methods}
         lines.append(f"- Size {size}, lowest task loss of any learning rate: "
                      f"{', '.join(f'{titles[method]} {_pm(values, 2)}' for method, values in reached.items())}.")
+    for size in results.sizes:
+        ends = {method: [curve.end.lost for curve in results.of(size, method, rate=results.best_rate(size, method))]
+                for method in results.methods}
+        lines.append(f"- Size {size}, at the end of the learning rate of lowest task loss, unequal in task: "
+                     f"{', '.join(f'{titles[method]} has lost {_pm(values, 2)}' for method, values in ends.items())}.")
     if all(each == "more" for each in verdicts):
         answer = "**At equal task loss BitFit kept the other languages better in every comparison here.**"
     elif all(each == "less" for each in verdicts):
