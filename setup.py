@@ -32,6 +32,7 @@ setup(
         "pybind11>=2.12,<4",
         "tokenizers>=0.20,<0.24",
         "safetensors>=0.4.5,<1",
+        "tqdm>=4.66,<5",
         "transformers>=5,<6",
         "tensorboard>=2.17,<3",
     ],
