@@ -288,6 +288,7 @@ def start_job_with(folder, patch, lines, workers=2):
         import os, signal, sys, time
         import preprocess_data
         original = preprocess_data.encode_line
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell runs the tests in its background
     """) + textwrap.dedent(patch) + textwrap.dedent("""
         preprocess_data.encode_line = encode_line
         sys.exit(preprocess_data.on_sigterm(preprocess_data.main))
