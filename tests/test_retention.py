@@ -54,8 +54,8 @@ def catalogue(application: str, language: str) -> bytes:
         else:
             file.append(polib.MOEntry(msgid=source, msgstr=said, msgctxt="a place" if "open" in source else None))
     # a message in capitals is a copy of its plain form and must go with it; so must what is said alike
-    for source, _ in entries(application)[:40]:
-        file.append(polib.MOEntry(msgid=f"{source.upper()}!", msgstr=f"{language} {source} said alike {len(source) % 5}"))
+    for i, (source, _) in enumerate(entries(application)[:40]):
+        file.append(polib.MOEntry(msgid=f"{source.upper()}!", msgstr=f"{language} said alike {i % 20}"))
     return file.to_binary()
 
 
@@ -99,6 +99,10 @@ def test_no_copy_of_a_held_out_message_is_trained_on_in_any_language(experiment)
     held_out = [(language, text) for each in split.held_out for language, text in each.texts.items()]
     assert len(held_out) > 500 and {language for language, _ in held_out} == set(prepare.LANGUAGES)
     assert not [each for each in held_out if catalogues.canonical(each[1]) in trained]
+    # copies in capitals share the fate of their plain form, and plurals that of their singular
+    assert {catalogues.Message(text, "x").held_out for text in ("One page.", "ONE PAGE", "one (page)")} in ({True}, {False})
+    plurals = [each.plural for each in split.train if each.plural]
+    assert len(plurals) > 50 and all(catalogues.canonical(plural) in trained for plural in plurals)
     # nor asked about: sources of training prompts and of held-out ones are different messages
     training = {prompt.inputs for group in tasks.prompts(split.train).values() for prompt in group}
     asked = {prompt.inputs for group in tasks.prompts(split.held_out).values() for prompt in group}

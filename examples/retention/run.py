@@ -119,8 +119,8 @@ def main(argv: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--out", type=Path, required=True, metavar="DIR",
                    help="folder of data, checkpoints and results; start again with it to go on")
-    p.add_argument("--fast", action="store_true", help="two tiny models, two seeds: about five minutes")
-    p.add_argument("--more", action="store_true", help="a fourth, larger model: some hours")
+    p.add_argument("--fast", action="store_true", help="two tiny models, two seeds: about five minutes, too little to learn the languages")
+    p.add_argument("--more", action="store_true", help="two larger models besides: some hours")
     p.add_argument("--workers", type=int, default=2, metavar="N", help="runs side by side, one core each (default: 2)")
     p.add_argument("--report", type=Path, metavar="DIR",
                    help="folder of RESULTS.md, results.json and figures (default: DIR/report of --out)")
