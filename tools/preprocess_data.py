@@ -169,6 +169,7 @@ def encode_in_order(source: Iterable[Chunk], tokenizer: Tokenizer, options: Enco
     bytes_waiting, chunk = 0, Chunk(1)
     source = iter(source)
     following = next(source, None)
+    abandoned = True
     try:
         while waiting or following:
             while following and (not waiting or (len(waiting) < workers * CHUNKS_PER_WORKER
@@ -179,11 +180,11 @@ def encode_in_order(source: Iterable[Chunk], tokenizer: Tokenizer, options: Enco
             chunk, future = waiting.popleft()
             yield chunk, future.result()
             bytes_waiting -= chunk.size
+        abandoned = False
     except BrokenProcessPool:
         raise RunError("a worker process died (killed, or out of memory) while the lines from "
                        f"{chunk.first} on were encoded; no file was written") from None
     finally:
-        abandoned = bool(waiting)
         executor.shutdown(wait=False, cancel_futures=True)
         if abandoned:  # do not wait for chunks that nobody will read
             for worker in multiprocessing.active_children():
