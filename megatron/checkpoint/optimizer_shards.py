@@ -23,10 +23,10 @@ import torch
 from megatron.bitfit import trainable
 from megatron.checkpoint import unpickling
 from megatron.checkpoint.sources import merge_shares
-from megatron.checkpoint.weights import resize_rows
+from megatron.checkpoint.weights import cut
 from megatron.errors import RunError
 from megatron.mpu.context import ParallelContext
-from megatron.mpu.tags import ParamTag, shard, tag_of
+from megatron.mpu.tags import ParamTag, tag_of
 
 #: the fp32 values that the optimizer updates; moments go by the optimizer's own names
 MASTER = "fp32 master"
@@ -139,16 +139,7 @@ class OptimizerShards:
         every = [self._share(name, key, rank, tag, local) for rank in range(self.tp_size)]
         whole = merge_shares(f"{key} of {name}", every, tag, [shares[rank][0].path for rank in range(self.tp_size)],
                              averaged=self.averaged)
-        if tag.tied:
-            whole = resize_rows(whole, local.shape[0] * context.tp_size)
-        try:
-            mine = shard(whole, tag, context.tp_rank, context.tp_size)
-        except ValueError as error:
-            raise RunError(f"{key} of {name} in {self.folder}: {error}") from error
-        if mine.shape != local.shape:
-            raise RunError(f"{key} of {name} in {self.folder} has shape {tuple(mine.shape)} on this rank, the "
-                           f"model wants {tuple(local.shape)}; check the architecture flags")
-        return mine
+        return cut(whole, local, context, f"{key} of {name} in {self.folder}")
 
     def _share(self, name: str, key: str, rank: int, tag: ParamTag, local: torch.Tensor) -> torch.Tensor:
         """The share of TP rank ``rank`` at the time of the save, put together over DP."""

@@ -44,20 +44,30 @@ def fill_layer(layer: torch.nn.Module, index: int, source: WeightSource, context
                        "check the architecture flags")
     for name, param in params.items():
         tag, whole = tag_of(param), tensors[name]
-        # rows past the true vocabulary are padding: their number depends on the TP degree
         if tag.tied:
             if whole.shape[0] < (needed := layer.config.vocab_size if hasattr(layer, "config") else 0):
                 raise RunError(f"{name} in {where} has {whole.shape[0]:,} rows, the tokenizer {needed:,} token ids")
-            whole = resize_rows(whole, param.shape[0] * context.tp_size)
-        try:
-            mine = shard(whole, tag, context.tp_rank, context.tp_size)
-        except ValueError as error:
-            raise RunError(f"{name} in {where}: {error}") from error
-        if mine.shape != param.shape:
-            raise RunError(f"{name} in {where} has shape {tuple(mine.shape)} on this rank, the model "
-                           f"wants {tuple(param.shape)}; check the architecture flags")
-        param.copy_(mine)
+        param.copy_(cut(whole, param, context, f"{name} in {where}"))
     separate_again(layer)
+
+
+def cut(whole: torch.Tensor, param: torch.Tensor, context: ParallelContext, what: str) -> torch.Tensor:
+    """This rank's share, shaped like the tagged ``param``, of ``whole``: values, or optimizer state of them.
+
+    Rows past the true vocabulary are padding: their number depends on the TP degree, so a word
+    table is cut or filled with zeros. Raises RunError, which begins with ``what``, where nothing fits.
+    """
+    tag = tag_of(param)
+    if tag.tied:
+        whole = resize_rows(whole, param.shape[0] * context.tp_size)
+    try:
+        mine = shard(whole, tag, context.tp_rank, context.tp_size)
+    except ValueError as error:
+        raise RunError(f"{what}: {error}") from error
+    if mine.shape != param.shape:
+        raise RunError(f"{what} has shape {tuple(mine.shape)} on this rank, the model wants {tuple(param.shape)}; "
+                       "check the architecture flags")
+    return mine
 
 
 def resize_rows(table: torch.Tensor, rows: int) -> torch.Tensor:
