@@ -1,22 +1,40 @@
-"""The README says what the program does."""
+"""README, docs and CONTRIBUTING say what the program does."""
 
+import re
 import sys
 
+import pytest
 from launching import ROOT
 
 sys.path.insert(0, str(ROOT / "tools"))
 import flag_table
 
+PAGES = sorted([ROOT / "README.md", *ROOT.glob("CONTRIBUTING.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")])
+OURS = re.compile(r"`((?:tools|examples|tests|docs|benchmarks|megatron)/[\w./-]+\.\w+)")
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
 
 def test_the_flag_table_is_that_of_the_parser():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert flag_table.replaced(text, flag_table.flag_table()) == text, \
-        "run: python tools/flag_table.py --write README.md"
+    text = read("docs/flags.md")
+    assert flag_table.replaced(text, flag_table.flag_table()) == text, "run: python tools/flag_table.py --write docs/flags.md"
 
 
-def test_every_file_the_readme_names_exists():
-    import re
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"(?:tools|examples|tests|docs)/[\w.]+\.\w+", text))
-    assert len(named) > 5
-    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_and_links_of_a_page_exist(page):
+    text = page.read_text(encoding="utf-8")
+    links = [link.split("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+    named = [ROOT / name for name in OURS.findall(text)] + [page.parent / link for link in links if link]
+    assert [str(path) for path in named if not path.exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_into_a_page_meet_a_heading(page):
+    for link in re.findall(r"\]\(([^)\s]*#[^)\s]+)\)", page.read_text(encoding="utf-8")):
+        target, anchor = link.split("#")
+        if "://" not in link:
+            text = (page.parent / target if target else page).read_text(encoding="utf-8")
+            known = [re.sub(r"[^\w -]", "", each.lower()).strip().replace(" ", "-") for each in re.findall(r"^#+ (.*)$", text, re.M)]
+            assert anchor in known, link

@@ -1,7 +1,7 @@
 """Print every flag of the training scripts as a Markdown table, or refresh it in a file.
 
-    python tools/flag_table.py                    # to the terminal
-    python tools/flag_table.py --write README.md  # between the two marker lines of the file
+    python tools/flag_table.py                        # to the terminal
+    python tools/flag_table.py --write docs/flags.md  # between the two marker lines of the file
 """
 
 from __future__ import annotations
