@@ -63,6 +63,12 @@ def _exclusive(values: Values, *flags: str) -> None:
         raise UsageError(f"{shown} exclude each other; give one")
 
 
+def _neighbours(number: int, unit: int) -> str:
+    """The multiples of ``unit`` on both sides of ``number``, as a choice."""
+    below = number // unit
+    return " or ".join(str(times * unit) for times in (below, below + 1) if times)
+
+
 def _show(field: str, value: Any) -> str:
     name = field if field.startswith("--") else "--" + field.replace("_", "-")
     if isinstance(value, (list, tuple)):
@@ -160,7 +166,7 @@ def _check_model(values: Values) -> dict[str, Any]:
     _require(seq_length is not None, "--seq-length is required: tokens per sample")
     if values["kv_channels"] is None:
         _require(hidden % heads == 0, f"--hidden-size {hidden} does not divide by --num-attention-heads {heads}; "
-                                      "change one of them or give --kv-channels")
+                                      f"try --hidden-size {_neighbours(hidden, heads)}, or give --kv-channels")
     kv_channels = values["kv_channels"] or hidden // heads
     kind, positions = values["position_embedding_type"], values["max_position_embeddings"]
     if kind == "rotary":
@@ -255,12 +261,15 @@ def _check_grid(values: Values, derived: Values) -> dict[str, Any]:
     world = values["world_size"]
     _require(world % (tp * pp) == 0,
              f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} = {tp * pp} does not divide "
-             f"the world size {world}")
+             f"the world size {world}; start {_neighbours(world, tp * pp)} ranks, or change one of the flags")
     shared = {"--num-attention-heads": values["num_attention_heads"],
               "--ffn-hidden-size": derived["ffn_hidden_size"],
               "--pad-vocab-size-to": values["pad_vocab_size_to"] or 0}
+    fitting = [degree for degree in range(1, world // pp + 1)
+               if world % (degree * pp) == 0 and not any(value % degree for value in shared.values())]
     for flag, value in shared.items():
-        _require(value % tp == 0, f"{flag} {value} does not divide by --tensor-model-parallel-size {tp}")
+        _require(value % tp == 0, f"{flag} {value} does not divide by --tensor-model-parallel-size {tp}; "
+                                  f"{' or '.join(map(str, fitting))} would fit these {world} ranks")
     layers, method = values["num_layers"], derived["pp_partition_method"]
     shared_out = sum(number for name, number in {**_ENDS, _BLOCK: layers}.items()
                      if re.search(method.lower()[5:], name.lower()))
@@ -310,7 +319,7 @@ def _check_batches(values: Values) -> dict[str, Any]:
     total = values["global_batch_size"] or unit
     per_pass = f"--micro-batch-size {micro} x data parallel size {replicas} = {unit}"
     _require(total % unit == 0, f"--global-batch-size {total} is not a multiple of {per_pass}; "
-                                f"try {' or '.join(str(n * unit) for n in (total // unit, total // unit + 1) if n)}")
+                                f"try {_neighbours(total, unit)}")
     first = total
     if ramp := values["rampup_batch_size"]:
         shown = _show("rampup_batch_size", ramp)

@@ -1,6 +1,8 @@
 """The command line: old names and defaults and every rule between flags."""
 
+import importlib
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -326,6 +328,49 @@ def _drop(removed):
 def test_what_does_not_divide_over_the_grid_is_refused(capsys, added, size, words):
     message = refusal(capsys, f"{TINY} {added}", environ=world(size))
     assert all(word in message for word in words.split()), message
+
+
+TP, PP, HEADS = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--num-attention-heads"
+NOT_DIVISIBLE = [  # flags, ranks, words of the sentence, the choices in it and flags with one of them
+    (f"{HEADS} 6 --hidden-size 36 {TP} 4", 4, f"{HEADS} 6; {TP} 4", "1 or 2 would fit", f"{HEADS} 6 --hidden-size 36 {TP} 2"),
+    # as many layers as degrees, or layers that divide where heads do not, are no help
+    (f"--num-layers 4 {HEADS} 6 --hidden-size 36 {TP} 4", 12, f"{HEADS} 6; {TP} 4", "1 or 2 or 3 or 6 would fit",
+     f"--num-layers 4 {HEADS} 6 --hidden-size 36 --ffn-hidden-size 36 {TP} 3"),
+    (f"{TP} 2 {PP} 2", 6, f"{TP} 2; {PP} 2; = 4; world size 6", "start 4 or 8 ranks", f"{TP} 2 {PP} 1"),
+    ("--global-batch-size 10 --micro-batch-size 4", 2, "--global-batch-size 10; --micro-batch-size 4; data parallel size 2 = 8",
+     "try 8 or 16", "--global-batch-size 16 --micro-batch-size 4"),
+    (f"{TP} 2 --global-batch-size 10 --micro-batch-size 4", 4, "--global-batch-size 10; data parallel size 2 = 8",
+     "try 8 or 16", f"{TP} 2 --global-batch-size 8 --micro-batch-size 4"),
+    ("--hidden-size 30", 1, f"--hidden-size 30; {HEADS} 4", "try --hidden-size 28 or 32, or give --kv-channels",
+     "--hidden-size 28"),
+]
+
+
+@pytest.mark.parametrize("entry", ["pretrain_gpt", "finetune_t0"])
+@pytest.mark.parametrize("added, size, words, choices, mended", NOT_DIVISIBLE)
+def test_what_does_not_divide_ends_a_job_in_one_sentence_before_it_begins(entry, added, size, words, choices, mended,
+                                                                          monkeypatch, capsys, tmp_path):
+    """deepspeedai/DeepSpeed#3634 and the like: heads, ranks and batches checked late, against the wrong number, or cut in silence."""
+    begun = []
+    monkeypatch.setattr("megatron.launch.run_task", lambda *_: begun.append(None))  # groups, files: all behind it
+    monkeypatch.chdir(tmp_path)
+    main = importlib.import_module(entry).main
+
+    def start(flags):
+        monkeypatch.setattr(sys, "argv", [entry, *shlex.split(f"{TINY} {flags} --save run --save-interval 5")])
+        for rank in range(size):
+            for name, value in world(size, rank).items():
+                monkeypatch.setenv(name, value)
+            try:
+                yield main()
+            except SystemExit as exit:
+                yield exit.code
+
+    assert list(start(added)) == [2] * size
+    out, sentence = capsys.readouterr()
+    assert out == "" and sentence.count("\n") == 1 and all(word in sentence for word in [*words.split("; "), choices]), sentence
+    assert not begun and not list(tmp_path.iterdir())
+    assert list(start(mended)) == [None] * size == begun, "one of the choices does"
 
 
 def test_the_data_parallel_size_counts_neither_tp_nor_pp():
