@@ -143,7 +143,7 @@ def check_against_flags(config: Mapping[str, Any], settings: Settings) -> None:
                               "dynamic" if ours is None else f"{ours:g}")
         check_loss_scale("--initial-loss-scale (2 ** initial_scale_power in the DeepSpeed JSON)",
                          settings.optimizer.initial_loss_scale, settings.optimizer.min_loss_scale)
-    _check_zero(_section(config, "zero_optimization"))
+    _check_zero(_section(config, "zero_optimization"), settings.optimizer.zero_stage)
 
 
 def _check_harmless(config: Mapping[str, Any]) -> None:
@@ -178,11 +178,12 @@ def _check_batch(config: Mapping[str, Any], settings: Settings) -> None:
             raise _differ(key, config[key], flag, shown)
 
 
-def _check_zero(zero: Mapping[str, Any]) -> None:
+def _check_zero(zero: Mapping[str, Any], asked: int) -> None:
     for key, value in zero.items():
         if key == "stage":
             if value not in (0, 1):
-                raise UsageError(f"zero_optimization.stage {json.dumps(value)} in the DeepSpeed JSON is not offered; "
+                flag = "" if value == asked else f" (--zero-stage is {asked})"
+                raise UsageError(f"zero_optimization.stage {json.dumps(value)} in the DeepSpeed JSON is not offered{flag}; "
                                  "allowed are 0 and 1, and optimizer state is sharded (stage 1) in either case")
         elif key in _ZERO_FIXED:
             if value is not _ZERO_FIXED[key]:
@@ -200,6 +201,17 @@ def _is_off(value: Any) -> bool:
     if isinstance(value, dict):
         return value.get("enabled") is False or all(_is_off(part) for part in value.values())
     return value in (None, False, "none")
+
+
+def zero_stage_notice(settings: Settings) -> str | None:
+    """What is said at the start where flag or JSON ask for another stage of ZeRO than 1, or for different ones."""
+    stage = settings.optimizer.zero_stage
+    in_file = (settings.deepspeed or {}).get("zero_optimization", {}).get("stage", stage)
+    if stage == in_file == 1:
+        return None
+    asked = f"--zero-stage {stage}" if stage == in_file else f"--zero-stage {stage}, the DeepSpeed JSON says stage {in_file}"
+    return (f"{asked}: optimizer state is sharded over DP (stage 1) all the same; stage 0 of DeepSpeed loses the loss scale "
+            "in fp16, resumes wrongly in bf16 and clips by a wrong norm in fp32")
 
 
 def derive_deepspeed_config(settings: Settings, *, global_batch_size: int, trainable_per_rank: int) -> dict[str, Any]:

@@ -26,8 +26,9 @@ from megatron.checkpoint.files import write_text
 from megatron.checkpoint.progress import Progress
 from megatron.config import Settings
 from megatron.data.broadcast import BroadcastRows
-from megatron.data.gpt_dataset import Datasets
+from megatron.data.gpt_dataset import Datasets, check_same_data
 from megatron.data.loaders import build_loader
+from megatron.deepspeed_config import zero_stage_notice
 from megatron.engine import build_engine, build_model
 from megatron.errors import RunError, SharedRunError
 from megatron.flops import gigaflos, tflops_reported
@@ -184,10 +185,8 @@ def _prepare(settings: Settings, context: ParallelContext) -> Run:
         _write_arguments(settings, format_argument_dump(settings))
     if ignored := accepted_without_effect(settings):
         run.say(f"accepted, no effect here: {', '.join(ignored)}")
-    if settings.optimizer.zero_stage != 1:
-        run.say(f"--zero-stage {settings.optimizer.zero_stage}: optimizer state is sharded over DP "
-                "(stage 1) all the same; stage 0 of DeepSpeed loses the loss scale in fp16, resumes "
-                "wrongly in bf16 and clips by a wrong norm in fp32")
+    if notice := zero_stage_notice(settings):
+        run.say(notice)
     run.say(log_lines.training_iterations_line(train_iters))
     run.writer.log_arguments(settings.flags)
     return run
@@ -236,7 +235,7 @@ def samples_wanted(run: Run) -> tuple[int, int, int]:
 def _datasets(run: Run, task: Task) -> Datasets:
     """Collective: open the datasets where data are read; the other ranks learn their names.
 
-    Raises SharedRunError on every rank when one of the readers fails.
+    Raises SharedRunError on every rank when one of the readers fails or reads other samples than rank 0.
     """
     datasets, problem = Datasets(train=None), None
     if run.context.reads_data:
@@ -245,10 +244,15 @@ def _datasets(run: Run, task: Task) -> Datasets:
         except (OSError, ValueError, RunError) as error:
             problem = str(error)
     agree(run.context, problem)
-    box = [(datasets.train is not None, list(datasets.valid), list(datasets.test))]
+    read = (datasets.train is not None, list(datasets.valid), list(datasets.test), datasets.facts())
+    everyone = [read]
     if run.context.world_size > 1:
-        dist.broadcast_object_list(box, src=0)  # rank 0 always reads
-    has_train, valid, test = box[0]
+        everyone = [None] * run.context.world_size
+        dist.all_gather_object(everyone, read if run.context.reads_data else None)
+    has_train, valid, test, facts = everyone[0]  # rank 0 always reads
+    check_same_data([each and each[-1] for each in everyone])
+    for name, words in facts.items():
+        run.say(f"{name} data: {words}")
     if not has_train and not run.settings.train.eval_only:
         raise SharedRunError("no training data: the share of --split for training holds no document")
     return Datasets(train=datasets.train, valid={name: datasets.valid.get(name) for name in valid},

@@ -6,7 +6,7 @@ import pytest
 
 from megatron.arguments import parse_arguments
 from megatron.arguments_check import UsageError
-from megatron.deepspeed_config import check_against_flags, derive_deepspeed_config
+from megatron.deepspeed_config import check_against_flags, derive_deepspeed_config, zero_stage_notice
 
 BASE = ("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
         "--micro-batch-size 2 --global-batch-size 16 --lr 1e-3 --data-path d --tokenizer-type PretrainedFromHF "
@@ -144,7 +144,7 @@ CONTRADICTIONS = [
     ("--fp16 --min-loss-scale 8192", {"fp16": {"enabled": True, "initial_scale_power": 12}}, "8192 4096"),
     ("--fp16", {"fp16": {**FP16, "auto_cast": True}}, "fp16.auto_cast"),
     ("", {"zero_optimization": {"stage": 2}}, "zero_optimization.stage 2 0 1"),
-    ("--zero-stage 1", {"zero_optimization": {"stage": 3}}, "zero_optimization.stage 3"),
+    ("--zero-stage 1", {"zero_optimization": {"stage": 3}}, "zero_optimization.stage 3 --zero-stage 1 0"),
     ("", {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "zero_optimization.offload_optimizer"),
     ("", {"zero_optimization": {"overlap_comm": True}}, "zero_optimization.overlap_comm true false"),
     ("", {"zero_optimization": {"cpu_offload": True}}, "zero_optimization.cpu_offload"),
@@ -166,11 +166,40 @@ CONTRADICTIONS = [
 
 @pytest.mark.parametrize("line, config, words", CONTRADICTIONS)
 def test_a_json_that_contradicts_is_refused_with_both_values(parse, capsys, line, config, words):
+    """deepspeedai/DeepSpeed#17: a batch, precision, clipping or stage that file and flags set apart."""
     with pytest.raises(SystemExit) as exit:
         parse(line, config)
     message = capsys.readouterr().err
     assert exit.value.code == 2 and message.count("\n") == 1
     assert all(word in message for word in words.split()), message
+
+
+@pytest.mark.parametrize("line, stage, asked", [
+    ("", 1, None), ("--zero-stage 1", 1, None), ("", 0, "--zero-stage 0:"), ("--zero-stage 0", None, "--zero-stage 0:"),
+    ("--zero-stage 1", 0, "--zero-stage 1, the DeepSpeed JSON says stage 0:"),
+    ("--zero-stage 0", 1, "--zero-stage 0, the DeepSpeed JSON says stage 1:"),
+])
+def test_two_stages_that_both_mean_stage_1_are_told_with_both_values(parse, line, stage, asked):
+    """deepspeedai/DeepSpeed#17"""
+    settings = parse(line, {} if stage is None else {"zero_optimization": {"stage": stage}})
+    told = zero_stage_notice(settings)
+    assert told is None if asked is None else told.startswith(asked) and "stage 1" in told.split(asked)[1]
+    assert derive(settings)["zero_optimization"]["stage"] == 1
+
+
+def test_ranks_of_tp_and_pp_are_no_replicas_to_the_json(parse, capsys):
+    """deepspeedai/DeepSpeed#17: 8 ranks at TP=2, PP=2 are 2 replicas, so 16 = 2 x 4 steps x 2, and not 2 x 1 x 8 or 2 x 2 x 4."""
+    grid = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+    environ = {**WORLD, "WORLD_SIZE": "8"}
+    right = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
+    assert parse(grid, right, environ=environ).parallel.data_parallel_size == 2
+    for wrong in (1, 2, 8):
+        with pytest.raises(SystemExit):
+            parse(grid, {**right, "gradient_accumulation_steps": wrong}, environ=environ)
+        message = capsys.readouterr().err
+        assert f"gradient_accumulation_steps {wrong} " in message and "16 / (2 x 2) = 4" in message
+    without = {name: right[name] for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")}
+    assert derive(parse(grid, without, environ=environ)) == derive(parse(grid, environ=environ))
 
 
 def test_check_against_flags_raises_a_usage_error(parse):
