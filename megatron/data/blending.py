@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -44,10 +45,11 @@ class BlendedDataset:
     """
 
     def __init__(self, datasets: Sequence[Dataset], weights: Sequence[float], *,
-                 force_numpy: bool = False) -> None:
+                 names: Sequence[str] = (), force_numpy: bool = False) -> None:
         if len(datasets) != len(weights):
             raise ValueError(f"a blend of {len(datasets)} datasets was given {len(weights)} weights")
         self.datasets = list(datasets)
+        self.names = list(names) or [str(k) for k in range(len(self.datasets))]
         self.weights = np.array(normalised(weights))
         used = [dataset for dataset, weight in zip(datasets, weights) if weight > 0]
         if any(len(dataset) == 0 for dataset in used):
@@ -64,6 +66,12 @@ class BlendedDataset:
             raise IndexError(f"sample {k} of a blend of {len(self)}")
         dataset = self.datasets[self.dataset_index[k]]
         return dataset[int(self.sample_index[k]) % len(dataset)]
+
+    @property
+    def index_hash(self) -> str:
+        """Hex digest of the weights and of all that the datasets depend on."""
+        parts = [getattr(dataset, "index_hash", "") for dataset in self.datasets]
+        return hashlib.sha256(repr((self.weights.tolist(), parts)).encode()).hexdigest()[:12]
 
     def shares(self, num_samples: int) -> list[float]:
         """Fraction of the first ``num_samples`` samples that each dataset provides."""

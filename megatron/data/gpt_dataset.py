@@ -25,6 +25,7 @@ from megatron.data.index_arrays import (
 )
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.splits import parse_data_path, parse_split, split_boundaries
+from megatron.errors import SharedRunError
 
 logger = logging.getLogger(__name__)
 
@@ -118,8 +119,8 @@ def _index_hash(documents: np.ndarray, sizes: np.ndarray, plan: EpochPlan, seq_l
                 num_samples: int) -> str:
     # the plan stands for the rule of epochs: should the rule change, old files no longer match
     digest = hashlib.sha256(repr((plan, seq_length, seed, num_samples)).encode())
-    digest.update(np.ascontiguousarray(documents, "<i4"))
-    digest.update(np.ascontiguousarray(sizes, "<i4"))
+    digest.update(np.ascontiguousarray(documents, "<i4").data)
+    digest.update(np.ascontiguousarray(sizes, "<i4").data)
     return digest.hexdigest()[:12]
 
 
@@ -145,6 +146,33 @@ class Datasets:
     """None when no training samples are wanted or the split gives it no documents"""
     valid: dict[str, Dataset] = field(default_factory=dict)
     test: dict[str, Dataset] = field(default_factory=dict)
+
+    def facts(self) -> dict[str, str]:
+        """What each set holds, in words; equal on ranks that read the same samples in the same order."""
+        sets = {"training": self.train, **{f"validation {name}": each for name, each in self.valid.items()},
+                **{f"test {name}": each for name, each in self.test.items()}}
+        return {name: _facts(dataset) for name, dataset in sets.items() if dataset is not None}
+
+
+def _facts(dataset: Dataset) -> str:
+    said = [f"{len(dataset)} samples"]
+    if isinstance(dataset, BlendedDataset):
+        shares = zip(dataset.names, dataset.shares(len(dataset)))
+        said += [f"{share:.4%} of {name}" for name, share in shares]
+    return ", ".join([*said, f"index hash {getattr(dataset, 'index_hash', 'none')}"])
+
+
+def check_same_data(facts: Sequence[dict[str, str] | None]) -> None:
+    """Refuse ranks that read other samples than rank 0. ``facts`` are those of each rank, None where nothing is read.
+
+    Raises SharedRunError, as on all ranks that are given the same list.
+    """
+    first = facts[0] or {}
+    for rank, other in enumerate(facts):
+        if other is not None and other != first:
+            name = next(name for name in {**first, **other} if first.get(name) != other.get(name))
+            raise SharedRunError(f"the ranks read different {name} data: {first.get(name)} on rank 0, {other.get(name)} on "
+                                 f"rank {rank}; all must read the same files, also where each node has copies of its own")
 
 
 #: (name, prefix, documents, number of samples) -> dataset
@@ -200,10 +228,10 @@ def assemble(data: DataConfig, count: Callable[[str], int], make: Maker, *, trai
                                     samples, make) for group in groups}
         return {name: dataset for name, dataset in built.items() if dataset is not None}
 
-    train = list(build("train", data.train_groups, train_samples).values())
-    if len(train) > 1:
-        raise ValueError(f"training takes one group of weighted split paths, {len(train)} were given")
-    return Datasets(train=train[0] if train else None, valid=build("valid", data.valid_groups, valid_samples),
+    trained = list(build("train", data.train_groups, train_samples).values())
+    if len(trained) > 1:
+        raise ValueError(f"training takes one group of weighted split paths, {len(trained)} were given")
+    return Datasets(train=trained[0] if trained else None, valid=build("valid", data.valid_groups, valid_samples),
                     test=build("test", data.test_groups, test_samples))
 
 
@@ -249,7 +277,4 @@ def _blend(name: str, prefixes: Sequence[str], weights: Sequence[float], ranges:
                 for (prefix, _, start, end), samples in zip(parts, wanted)]
     if single:
         return datasets[0]
-    blend = BlendedDataset(datasets, shares)
-    realised = ", ".join(f"{part[0]} {share:.4%}" for part, share in zip(parts, blend.shares(num_samples)))
-    logger.info("%s: shares of the first %d samples: %s", name, num_samples, realised)
-    return blend
+    return BlendedDataset(datasets, shares, names=[part[0] for part in parts])
