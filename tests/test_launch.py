@@ -77,6 +77,14 @@ def test_one_process_needs_no_launcher(tmp_path):
     assert "trainable 768 of" in said
 
 
+def test_without_local_rank_each_rank_uses_the_device_of_its_own(tmp_path):
+    """deepspeed-course#20: the default of an argument won over the launcher's LOCAL_RANK, and all ranks were on device 0."""
+    said = launch([*small_model_flags(tmp_path), "--train-iters", "2", "--distributed-backend", "gloo"], ranks=2,
+                  timeout=60, script="tests/two_devices_script.py")
+    assert len(training_lines(said)) == 2
+    assert re.findall(r"rank (\d) used the devices \{(.*)\}", said) == [("0", "0"), ("1", "1")], said[-3000:]
+
+
 @pytest.mark.parametrize("flag, words", [
     (["--load", "/nowhere/at/all"], ["--load /nowhere/at/all", "--allow-fresh-start"]),
     (["--data-path", "/no/such/prefix"], ["/no/such/prefix"]),
