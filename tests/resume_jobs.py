@@ -84,12 +84,20 @@ def rates_after_resume(case: Case, folder: str) -> tuple[float, float] | str:
     return schedule.get_lr(), inner.param_groups[0]["lr"]
 
 
-def refusal(case: Case, folder: str) -> str | None:
-    """The sentence with which ``case`` refuses the checkpoint in ``folder``, if it does."""
+def refusals(case: Case, changes: list[dict], folder: str) -> list[str | None]:
+    """What ``case`` with each of ``changes`` says to the checkpoint in ``folder``; see ``refusal``."""
+    return [refusal(dataclasses.replace(case, **{name: value for name, value in change.items() if name != "frozen"}), folder,
+                    change.get("frozen")) for change in changes]
+
+
+def refusal(case: Case, folder: str, frozen: str | None = None) -> str | None:
+    """The sentence with which ``case``, without its parameter ``frozen``, refuses the checkpoint in ``folder``, if it does."""
     from megatron.errors import RunError
 
     case = dataclasses.replace(case, save=folder, load=folder)
     settings, context, _, engine, _ = build_run(case, None)
+    for name, param in engine.module.named_parameters():
+        param.requires_grad_(param.requires_grad and name != frozen)
     try:
         plan = load_plan.shared_plan(settings.checkpoint, context)
         stored = resume.check_stored(plan, settings, context)

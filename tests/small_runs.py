@@ -53,6 +53,7 @@ class Case:
     layers: int = 4
     hidden: int = 24
     heads: int = 4
+    ffn: int = 0
     reset_mask: bool = False
     zero_stage: int = 1
     weight_decay: float = 0.0
@@ -62,6 +63,7 @@ class Case:
     initial_scale_power: int = 10
     decay: str = "constant"
     override: bool = False
+    vocab: int = VOCAB
     padded: int = 96
 
     @property
@@ -76,7 +78,7 @@ class Case:
 def settings_of(case: Case, rank: int = 0) -> Settings:
     """Settings a command line with these values would give (minus tokenizer and data)."""
     model = ModelConfig(num_layers=case.layers, hidden_size=case.hidden, num_attention_heads=case.heads,
-                        seq_length=SEQ, vocab_size=VOCAB, padded_vocab_size=case.padded,
+                        ffn_hidden_size=case.ffn, seq_length=SEQ, vocab_size=case.vocab, padded_vocab_size=case.padded,
                         position_embedding_type=case.positions, max_position_embeddings=SEQ,
                         embed_layernorm=case.embed_layernorm, activation=case.activation, attention_dropout=case.dropout,
                         hidden_dropout=case.dropout, init_method_std=0.2, params_dtype=case.dtype,
@@ -279,6 +281,8 @@ def local_tensors(engine) -> dict:
 
 def grid_run(case: Case, base: str) -> dict:
     """Job for a worker group: train ``case`` and return what this rank saw."""
+    from megatron.bitfit import trainable
+
     _, context, _, engine, _ = build_run(case, base)
     before = {name: param.detach().clone() for name, param in engine.module.named_parameters()}
     losses, norms = train_steps(engine, case, context, 0, case.steps)
@@ -288,7 +292,7 @@ def grid_run(case: Case, base: str) -> dict:
             "place": (context.pp_rank, context.dp_rank, context.tp_rank),
             "frozen_moved": [name for name in frozen if not torch.equal(by_name[name], before[name])],
             "frozen_grads": [name for name in frozen if by_name[name].grad is not None],
-            "frozen": len(frozen)}
+            "frozen": len(frozen), "trained": sum(param.numel() for _, param in trainable(engine.module))}
 
 
 def overflow_run(case: Case, base: str) -> dict:

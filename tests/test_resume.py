@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from resume_jobs import first_half, plan_of, rates_after_resume, refusal, second_half, straight
+from resume_jobs import first_half, plan_of, rates_after_resume, refusals, second_half, straight
 from small_runs import Case, write_base
 
 from megatron.checkpoint import files
 from megatron.checkpoint.load_plan import plan_load
-from megatron.config import CheckpointConfig
+from megatron.config import BIAS_TERMS, CheckpointConfig
 from megatron.errors import RunError
 
 GRID = dict(tp=2, pp=2, optimizer="adam", lr=1e-2, dropout=0.1, decay="linear", weight_decay=0.1)
@@ -81,12 +81,54 @@ def test_the_folder_has_the_pipeline_layout_of_old(base, tmp_path, worker_group)
     assert state["lr_scheduler"].keys() >= {"max_lr", "min_lr", "warmup_steps", "num_steps", "decay_style"}
 
 
-def test_optimizer_state_of_another_trainable_set_is_refused(base, tmp_path, worker_group):
-    full = Case(**GRID)
+#: what was trained -> what would train now: all, biases, a bias less, and as many elements of other biases
+OTHER_SETS = {
+    "full": [dict(bitfit=True)],
+    "all biases": [dict(bitfit=False), dict(bias_terms=BIAS_TERMS[1:]), dict(frozen="4.mlp.dense_h_to_4h.bias")],
+    "some biases": [dict(bias_terms=("mlp_output", "layernorm")), dict(bias_terms=("attention_output",)),
+                    dict(bias_terms=("attention_output", "value"))],
+}
+SAVED_SETS = {"full": {}, "all biases": dict(bitfit=True),
+              "some biases": dict(bitfit=True, bias_terms=("attention_output", "layernorm"))}
+
+
+@pytest.mark.parametrize("trained", OTHER_SETS)
+def test_optimizer_state_of_another_trainable_set_is_refused(trained, base, tmp_path, worker_group):
+    """unslothai/unsloth#3108: the trainable set changed between save and resume, and a size differed far inside the optimizer."""
+    saved = Case(**{**GRID, "tp": 1}, **SAVED_SETS[trained])
+    group = worker_group(2)
+    group.run(first_half, saved, base, 1, str(tmp_path / "run"))
+    kinds = {False: "full training", True: "--bitfit --bitfit-bias-terms"}
+    for answers in group.run(refusals, saved, [{}, *OTHER_SETS[trained]], str(tmp_path / "run")):
+        assert answers[0] is None
+        for said, change in zip(answers[1:], OTHER_SETS[trained], strict=True):
+            assert said and f"holds optimizer state of {kinds[saved.bitfit]}" in said and "--finetune --no-load-optim" in said
+            assert f"this run is {kinds[change.get('bitfit', saved.bitfit)]}" in said
+            assert change.get("frozen", "trained there alone") in said or "trains here alone" in said
+
+
+def test_bf16_asked_for_without_zero_is_resumed_bit_for_bit(base, tmp_path, worker_group):
+    """deepspeedai/DeepSpeed#7786: the optimizer state of bf16 with ZeRO stage 0 was not saved."""
+    case = Case(bitfit=True, dtype="bf16", zero_stage=0, **{**GRID, "tp": 1, "pp": 1})
+    group = worker_group(1)
+    whole, = group.run(straight, case, base, 10)
+    first, = group.run(first_half, case, base, 5, str(tmp_path / "run"))
+    second, = group.run(second_half, case, str(tmp_path / "run"), 5)
+    assert whole["losses"] == first + second["losses"]
+    assert whole["optimizer"] == second["optimizer"]  # fp32 masters and both moments
+    assert all(torch.equal(tensor, second["tensors"][name]) for name, tensor in whole["tensors"].items())
+
+
+def test_every_rank_gets_its_own_random_states_back_under_recomputation(base, tmp_path, worker_group):
+    """NVIDIA/Megatron-LM#6858: a resume gave ranks the random state of another one; here dropout goes on as it would have."""
+    case = Case(bitfit=True, recompute=True, **{**GRID, "pp": 1, "dp": 2})
     group = worker_group(4)
-    group.run(first_half, full, base, 1, str(tmp_path / "run"))
-    for said in group.run(refusal, dataclasses.replace(full, bitfit=True), str(tmp_path / "run")):
-        assert "full training" in said and "--no-load-optim" in said and "--bitfit" in said
+    unbroken = group.run(straight, case, base, 6)
+    halves = group.run(first_half, case, base, 3, str(tmp_path / "run"))
+    resumed = group.run(second_half, case, str(tmp_path / "run"), 3)
+    for whole, first, second in zip(unbroken, halves, resumed):
+        assert whole["losses"] == first + second["losses"] and whole["optimizer"] == second["optimizer"]
+        assert all(torch.equal(tensor, second["tensors"][name]) for name, tensor in whole["tensors"].items())
 
 
 def test_a_new_learning_rate_wins_only_when_asked(base, tmp_path, worker_group):

@@ -12,7 +12,7 @@ import torch
 from deepspeed.utils.tensor_fragment import fragment_address
 from resume_jobs import refusal
 from small_runs import VOCAB, Case, settings_of, write_base
-from topology_jobs import digest, go_on, save_and_go_on, streams_after, streams_of_a_start
+from topology_jobs import digest, go_on, pass_on, save_and_go_on, streams_after, streams_of_a_start, weights_alone
 from worker_group import JobFailed
 
 from megatron.checkpoint import files, manifest, resume
@@ -22,6 +22,7 @@ from megatron.errors import RunError
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.random import seed_everything
 from megatron.mpu.tags import ParamTag, tag_parameter, unshard
+from megatron.tokenizer.padding import padded_vocab_size
 
 SAVED = Case(tp=2, pp=2, optimizer="adam", lr=1e-2, decay="linear", weight_decay=0.1, hidden=48, heads=12, micro=4)
 TERMS = ("query", "value", "mlp_intermediate", "layernorm")
@@ -42,7 +43,7 @@ def unbroken(tmp_path_factory, worker_group):
 
     def run(case: Case) -> tuple[str, list[dict]]:
         if case not in known:
-            base = root / f"base{case.embed_layernorm}"
+            base = root / f"base{case.embed_layernorm}{case.layers}{case.vocab}"
             if not base.exists():
                 write_base(str(base), case)
             folder = str(root / f"run{len(known)}")
@@ -52,7 +53,7 @@ def unbroken(tmp_path_factory, worker_group):
     return run
 
 
-def whole(ranks: list[dict], dp_rank: int = 0) -> dict[tuple[str, str], torch.Tensor]:
+def whole(ranks: list[dict], dp_rank: int = 0, vocab: int = VOCAB) -> dict[tuple[str, str], torch.Tensor]:
     """Tensors by (parameter, part), TP shares of one replica put together; copies must be equal."""
     shares: dict[tuple[str, str], dict] = {}
     tags = {}
@@ -68,7 +69,7 @@ def whole(ranks: list[dict], dp_rank: int = 0) -> dict[tuple[str, str], torch.Te
         if tags[name].dim is None:
             assert all(torch.equal(piece, pieces[0]) for piece in pieces), f"{part} of {name} differs over TP"
         tensor = unshard(pieces, tags[name])
-        merged[name, part] = tensor[:VOCAB] if tags[name].tied else tensor
+        merged[name, part] = tensor[:vocab] if tags[name].tied else tensor
     return merged
 
 
@@ -76,9 +77,9 @@ def check(saved: Case, now: Case, unbroken, group) -> None:
     """State bit for bit right after the resume, losses and norms to the dtype's tolerance after it."""
     folder, truth = unbroken(saved)
     ranks = group.run(go_on, now, folder, 3)
-    wanted = whole(truth)
+    wanted = whole(truth, vocab=saved.vocab)
     for dp_rank in range(now.dp):
-        found = whole(ranks, dp_rank)
+        found = whole(ranks, dp_rank, now.vocab)
         assert found.keys() == wanted.keys() and {part for _, part in found} == {"weight", "master", *MOMENTS[now.optimizer]}
         for (name, part), value in found.items():
             # a weight is its fp32 master, rounded as this run rounds, however the saved run did
@@ -108,15 +109,53 @@ def at(case: Case, grid: str, **changes) -> Case:
     ("full", "fp32", None, "DP2", {"dtype": "bf16"}),
     ("bitfit", "bf16", None, "TP4", {"dtype": "fp32"}),
     ("uneven terms", "fp32", "DP2", "TP1", {}),  # put together over replicas first
+    ("uneven terms", "fp32", "DP2", "DP4", {}),
     pytest.param("terms", "fp32", "TP2DP2", "TP1", {}, marks=pytest.mark.slow),
     pytest.param("terms", "fp32", "PP2DP2", "TP4", {}, marks=pytest.mark.slow),
     pytest.param("full", "bf16", "TP2DP2", "PP4", {}, marks=pytest.mark.slow),
 ])
 def test_a_run_goes_on_at_other_degrees_and_precision(kind, dtype, start, grid, changes, unbroken, worker_group):
+    """deepspeedai/DeepSpeed#2898: another number of replicas at a resume was refused, at times on some ranks alone."""
     saved = dataclasses.replace(SAVED, dtype=dtype, **KINDS[kind])
     saved = at(saved, start) if start else saved
     now = at(saved, grid, **changes)
     check(saved, now, unbroken, worker_group(now.world))
+
+
+def test_degrees_change_twice_with_and_without_the_optimizer(unbroken, tmp_path, worker_group):
+    """bigscience-workshop/Megatron-DeepSpeed#343: other degrees at a load; #350: folders without a file ``latest``."""
+    folder, truth = unbroken(SAVED)
+    alone, four = at(SAVED, "TP1"), at(SAVED, "TP4")
+    known = pytest.approx(truth[0]["eval"], rel=1e-5)
+
+    def unnamed(name: str) -> str:
+        """The folder without ``latest``: its only tag is taken."""
+        (tmp_path / name / "latest").unlink()
+        return str(tmp_path / name)
+
+    shutil.copytree(folder, tmp_path / "first")
+    first = unnamed("first")
+    assert worker_group(1).run(pass_on, alone, first, str(tmp_path / "second")) == [known]
+    (said, loss), = worker_group(1).run(weights_alone, alone, first, str(tmp_path / "weights"))
+    assert loss == known and "has no file 'latest'; its only tag global_step5 is read" in said
+    for rank in worker_group(4).run(go_on, four, unnamed("second"), 3):
+        assert rank["eval"] == known and rank["losses"] == pytest.approx(truth[0]["losses"], rel=2e-5)
+    for said, loss in worker_group(4).run(weights_alone, four, unnamed("weights")):
+        assert loss == known and "its only tag global_step0" in said
+
+
+@pytest.mark.parametrize("start, grid", [("TP1", "TP4"), ("TP4", "TP1")])
+def test_padding_follows_the_degree_and_the_true_vocabulary(start, grid, unbroken, worker_group):
+    """NVIDIA-NeMo/Megatron-Bridge#469: the padded size depends on TP, and checkpoints of other degrees did not fit."""
+    saved, now = (at(SAVED, name, layers=2, vocab=201, padded=padded_vocab_size(201, divisible_by=128, tp=GRIDS[name][0], pad_to=None))
+                  for name in (start, grid))
+    assert {saved.padded, now.padded} == {256, 512}
+    check(saved, now, unbroken, worker_group(now.world))
+    folder, _ = unbroken(saved)
+    for resumes in (True, False):  # a base, too, is not taken for one of another vocabulary
+        with pytest.raises(RunError, match="holds a model with vocab_size 201, this run has 202 .the tokenizer's vocabulary"):
+            resume.check_stored(LoadPlan(folder, "global_step5", resume=resumes), settings_of(dataclasses.replace(now, vocab=202)),
+                                ParallelContext())
 
 
 @pytest.mark.slow
@@ -259,6 +298,33 @@ def own_memory() -> int:
     """Bytes of this process that belong to no file."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
     return int(line.split()[1]) * 1024
+
+
+def turned_round(state: dict) -> None:
+    """The same state with its parameters in the opposite order."""
+    inner = state["optimizer_state_dict"]
+    for group, places in enumerate(inner["param_slice_mappings"]):
+        kept = inner["base_optimizer_state"]["state"][group]
+        at, moved = 0, {}
+        flats = [flat.detach() for flat in (inner["single_partition_of_fp32_groups"][group], kept["exp_avg"], kept["exp_avg_sq"])]
+        before = [flat.clone() for flat in flats]
+        for name, place in reversed(places.items()):
+            for flat, old in zip(flats, before):
+                flat[at:at + place.numel] = old[place.start:place.start + place.numel]
+            moved[name] = fragment_address(place.numel, at)
+            at += place.numel
+        inner["param_slice_mappings"][group] = moved
+
+
+def test_optimizer_state_goes_by_names_and_not_by_places(copy_of, unbroken, worker_group):
+    """unslothai/unsloth#3108: as many parameters in another order, whose state would fit everywhere."""
+    for rank in range(4):
+        before = files.read(optimizer_file(copy_of, rank))
+        changed(optimizer_file(copy_of, rank), turned_round)
+        after = files.read(optimizer_file(copy_of, rank))
+        assert [list(group) for group in before["optimizer_state_dict"]["param_slice_mappings"]] != [
+            list(group) for group in after["optimizer_state_dict"]["param_slice_mappings"]]
+    check(SAVED, at(SAVED, "TP1"), lambda case: (str(copy_of.parent), unbroken(case)[1]), worker_group(1))
 
 
 def test_the_older_list_form_of_optimizer_state_is_the_same(copy_of):

@@ -9,10 +9,10 @@ import random
 import numpy
 import torch
 from resume_jobs import optimizer_digest, resumed
-from small_runs import Case, build_run, micro_batches, train_steps
+from small_runs import Case, build_run, micro_batches, settings_of, train_steps
 
 from megatron.bitfit import trainable
-from megatron.checkpoint import save
+from megatron.checkpoint import load_plan, save
 from megatron.checkpoint.progress import Progress
 from megatron.mpu.context import build_context
 from megatron.mpu.random import seed_everything
@@ -37,14 +37,36 @@ def go_on(case: Case, folder: str, more: int) -> dict:
     return _continued(case, context, engine, schedule, progress, more)
 
 
+def pass_on(case: Case, folder: str, target: str) -> float:
+    """Resume from ``folder`` as ``case`` and save that to ``target``; the evaluation loss."""
+    context, engine, _, progress, streams = resumed(case, folder)
+    save.save(engine, settings_of(dataclasses.replace(case, save=target), context.rank), context, progress, streams)
+    return _evaluation(case, context, engine)
+
+
+def weights_alone(case: Case, folder: str, target: str | None = None) -> tuple[str, float]:
+    """Start a run from the weights in ``folder`` and save it to ``target``; what is odd about ``folder``, and the evaluation loss."""
+    settings = settings_of(dataclasses.replace(case, load=folder, save=target), torch.distributed.get_rank())
+    context = build_context(case.tp, case.pp, case.world, settings.parallel.rank)
+    plan = load_plan.shared_plan(settings.checkpoint, context)
+    _, context, streams, engine, _ = build_run(case, plan)
+    if target:
+        save.save(engine, settings, context, Progress(), streams)
+    return plan.warning, _evaluation(case, context, engine)
+
+
+def _evaluation(case: Case, context, engine) -> float:
+    reads = context.is_first_stage or context.is_last_stage
+    rows = list(micro_batches(case, EVAL_STEP, context.dp_rank))
+    return float(engine.eval_batch(iter(rows) if reads else None, num_micro_batches=len(rows)))
+
+
 def _continued(case: Case, context, engine, schedule, progress: Progress, more: int) -> dict:
     seen = {"place": (context.pp_rank, context.dp_rank, context.tp_rank), "progress": dict(vars(progress)),
             "schedule": schedule.state_dict(), "state": _state(engine), "digest": optimizer_digest(engine),
             "counters": (engine.global_steps, engine.global_samples, engine.skipped_steps),
             "scale": getattr(engine.optimizer, "cur_scale", None)}
-    reads = context.is_first_stage or context.is_last_stage
-    rows = list(micro_batches(case, EVAL_STEP, context.dp_rank))
-    seen["eval"] = float(engine.eval_batch(iter(rows) if reads else None, num_micro_batches=len(rows)))
+    seen["eval"] = _evaluation(case, context, engine)
     seen["losses"], seen["norms"] = train_steps(engine, case, context, progress.iteration, more)
     return seen
 
