@@ -1,0 +1,126 @@
+"""Jobs about what one update is made of: micro-batches that add up, evaluations in between, activations sent and kept."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from unittest import mock
+
+import small_runs
+import torch
+from small_runs import Case, build_run, global_batch, local_tensors, split_rows, train_steps
+
+FIRST_EVALUATION = 500
+"""step of ``global_batch`` whose rows the first evaluation reads"""
+
+
+# --- evaluations between updates --------------------------------------------------------------
+
+
+def trained(case: Case, base: str, evaluations: tuple[int, ...]) -> dict:
+    """One update for each of ``evaluations``, after an evaluation on so many micro-batches (0: on none)."""
+    _, context, _, engine, _ = build_run(case, base)
+    result = {"losses": [], "norms": [], "evaluated": [], "place": (context.pp_rank, context.dp_rank, context.tp_rank)}
+    for step, count in enumerate(evaluations):
+        if count:
+            before = local_tensors(engine)
+            rows = global_batch(FIRST_EVALUATION + step, count * case.micro).split(case.micro)
+            result["evaluated"].append((float(engine.eval_batch(iter(rows), num_micro_batches=count)), before))
+        losses, norms = train_steps(engine, case, context, step, 1)
+        result["losses"] += losses
+        result["norms"] += norms
+    return {**result, "tensors": local_tensors(engine), "random": torch.get_rng_state()}
+
+
+def trained_twice(case: Case, base: str, evaluations: tuple[int, ...]) -> tuple[dict, dict]:
+    """``trained`` with these evaluations, and with none."""
+    return trained(case, base, evaluations), trained(case, base, (0,) * len(evaluations))
+
+
+def evaluation_loss(case: Case, tensors: dict[str, torch.Tensor], step: int, count: int) -> float:
+    """The same mean in plain torch, in fp32 and without dropout."""
+    from megatron.model.pipe import loss_function
+    from megatron.mpu.context import ParallelContext
+
+    model = plain_model(case, tensors).eval()
+    loss_of = loss_function(model.config, ParallelContext())
+    losses = []
+    for chunk in global_batch(FIRST_EVALUATION + step, count * case.micro).split(case.micro):
+        inputs, labels = split_rows(chunk, case.reset_mask)
+        with torch.no_grad():
+            losses.append(float(loss_of(model(*inputs), labels)))
+    return sum(losses) / count
+
+
+def plain_model(case: Case, tensors: dict[str, torch.Tensor], dtype: str = "fp32"):
+    """A GPTModel with these full tensors, which are named as the pipeline names them."""
+    from megatron.model.pipe import GPTModel
+    from megatron.mpu.context import ParallelContext
+    from megatron.mpu.random import seed_everything
+
+    context = ParallelContext()
+    config = dataclasses.replace(small_runs.settings_of(case).model, params_dtype=dtype)
+    model = GPTModel(config, context, seed_everything(1, context))
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            param.copy_(tensors[small_runs.pipeline_name(name)])
+    return model
+
+
+# --- micro-batches that add up ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Batch64(Case):
+    """A case whose global batch has 64 rows."""
+
+    @property
+    def global_batch(self) -> int:
+        return 64
+
+
+def summed_gradients(case: Case, base: str) -> dict[str, torch.Tensor]:
+    """Name -> gradient, fp32, that the optimizer is given for the first global batch; for one replica alone."""
+    _, context, _, engine, _ = build_run(case, base)
+    optimizer, seen = engine.optimizer, {}
+    names = {id(param): name for name, param in engine.module.named_parameters()}
+    update = optimizer._update_scale
+
+    def look(overflow: bool = False) -> None:
+        for group, params in enumerate(optimizer.params_in_partition):
+            for param, gradient in zip(params, optimizer.averaged_gradients[group]):
+                if id(param) in names:
+                    seen[names[id(param)]] = gradient.detach().float().view(param.shape).clone()
+        update(overflow)
+
+    optimizer._update_scale = look  # called when all gradients are there, before they are freed
+    train_steps(engine, case, context, 0, 1)
+    return seen
+
+
+# --- activations ------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def changed(model: dict, parallel: dict) -> Iterator[None]:
+    """Inside, every case has these settings of the model and of the grid."""
+    real = small_runs.settings_of
+
+    def settings_of(case: Case, rank: int = 0):
+        settings = real(case, rank)
+        return dataclasses.replace(settings, model=dataclasses.replace(settings.model, **model),
+                                   parallel=dataclasses.replace(settings.parallel, **parallel))
+
+    with mock.patch.object(small_runs, "settings_of", settings_of):
+        yield
+
+
+def runs_with(changes: list[tuple[Case, dict, dict]], base: str) -> list[dict]:
+    """``grid_run`` of each case with its settings of model and grid."""
+    results = []
+    for case, model, parallel in changes:
+        with changed(model, parallel):
+            results.append(small_runs.grid_run(case, base))
+    return results
