@@ -3,31 +3,58 @@
 from __future__ import annotations
 
 import os
-import sys
 import traceback
+from typing import NoReturn
 
 from megatron.config import Settings
 from megatron.errors import RunError, SharedRunError
+from megatron.peers import Peers, say_last
+from megatron.signals import Signals
+
+#: exit code of a run that the keyboard interrupted: 128 + SIGINT
+INTERRUPTED = 130
 
 
 def run_task(settings: Settings, task) -> int:
     """Train; returns the exit code of a run that ended in order, or ends the process without waiting for other ranks.
 
     A SharedRunError is raised on all ranks alike and printed once. Anything else may
-    have struck this rank alone while its peers wait in a collective, so the process leaves
-    at once and the launcher ends the others.
+    have struck this rank alone while its peers wait in a collective: they are told, and the process leaves
+    at once, whatever threads it has. Of several ranks only the one that failed first shows its error, the others name it.
     """
-    from megatron.training import pretrain
-
     rank = settings.parallel.rank
+    peers = Peers(rank)
+    train = settings.train
+    signals = Signals(peers.quit) if train.exit_signal_handler and not train.eval_only else None
     try:
-        return pretrain(settings, task)
+        from megatron.training import pretrain  # imports torch, which takes long
+
+        code = pretrain(settings, task, peers=peers, signals=signals)
+        peers.close()
+        return code
     except SharedRunError as error:
-        if rank == 0:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+        say_last(f"error: {error}", aloud=rank == 0)
+        peers.close()
+        os._exit(1)
     except RunError as error:
-        print(f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
-    except BaseException:
-        print(f"error on rank {rank}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    os._exit(1)
+        _fail(peers, _line(error))
+    except KeyboardInterrupt:
+        _fail(peers, "interrupted (SIGINT)", exit_code=INTERRUPTED)
+    except BaseException as error:
+        _fail(peers, _line(error), traceback.format_exc())
+
+
+def _fail(peers: Peers, line: str, callstack: str | None = None, exit_code: int = 1) -> NoReturn:
+    failure = peers.first(line, exit_code)
+    if failure.rank != peers.rank:
+        peers.leave(failure)
+    say_last(f"error on rank {peers.rank}: {line}", callstack)
+    os._exit(exit_code)
+
+
+def _line(error: BaseException) -> str:
+    """``error`` in one line; one of a data loader's process holds the traceback there, and itself at the end."""
+    lines = str(error).strip().splitlines() or [""]
+    if "in DataLoader worker process" in lines[0]:
+        return lines[-1].removeprefix(f"{RunError.__module__}.RunError: ")
+    return lines[0] if isinstance(error, RunError) else f"{type(error).__name__}: {lines[0]}".removesuffix(": ")

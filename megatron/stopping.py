@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
-import os
 import signal
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,93 +15,10 @@ from megatron.bitfit import trainable
 from megatron.config import TrainConfig
 from megatron.mpu.context import ParallelContext
 from megatron.replicas import checkpoint_name
+from megatron.signals import Signals
 
 #: exit code of a run that a signal stopped and that saved: EX_TEMPFAIL of sysexits.h, "try again later"
 REQUEUE = 75
-#: the signals of --exit-signal-handler
-STOPPING = (signal.SIGTERM, signal.SIGUSR1)
-#: seconds in which more signals are the first one again: a scheduler signals a launcher and its ranks,
-#: and the launcher hands it on
-REPEAT = 1.0
-
-
-# --- signals ----------------------------------------------------------------------------------
-
-
-class Signals:
-    """From now on SIGTERM and SIGUSR1 are a wish to stop; one that comes later than REPEAT ends this process.
-
-    Must be made in the main thread. A thread of its own reads what arrives: a handler in
-    Python has to wait until the main thread returns from the collective it is in, which
-    it never does when another rank is stuck.
-    """
-
-    def __init__(self) -> None:
-        self.first = 0
-        """number of the first signal; 0 before"""
-        self._at = 0.0
-        reader, self._writer = os.pipe()
-        os.set_blocking(self._writer, False)
-        self._fd_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        self._before = {number: signal.signal(number, _leave_to_thread) for number in STOPPING}
-        threading.Thread(target=self._listen, args=(reader,), name="signals", daemon=True).start()
-        _active.append(self)
-
-    def close(self) -> None:
-        """Let signals do again what they did before."""
-        _active.remove(self)
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(self._fd_before)
-        os.close(self._writer)
-
-    def _listen(self, reader: int) -> None:
-        while numbers := os.read(reader, 64):
-            for number in numbers:
-                if number in STOPPING:
-                    self._note(number)
-        os.close(reader)
-
-    def _note(self, number: int) -> None:
-        now = time.monotonic()
-        if not self.first:
-            self.first, self._at = number, now
-        elif now - self._at >= REPEAT:
-            os.write(2, f"second signal, {signal.Signals(number).name}: quitting at once\n".encode())
-            os._exit(128 + number)
-
-
-#: the Signals of this process; its children must not write into its pipe
-_active: list[Signals] = []
-
-
-def _leave_to_thread(number: int, frame: object) -> None:
-    """Nothing: the byte that Python writes to the wake-up descriptor is what counts."""
-
-
-def _in_child() -> None:
-    if _active:
-        signal.set_wakeup_fd(-1)
-
-
-os.register_at_fork(after_in_child=_in_child)
-
-
-def outlive_signals(worker: int) -> None:
-    """Called at the start of a data loader's process: only its rank may end it, which needs it until it has stopped.
-
-    Schedulers signal every process of a job. A worker whose rank is gone notices that by itself.
-    """
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    if hasattr(signal, "sigwaitinfo"):  # not on macOS
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_end_with_rank, args=(multiprocessing.parent_process().pid,), daemon=True).start()
-
-
-def _end_with_rank(rank: int) -> None:
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank:
-        pass
-    os._exit(0)
 
 
 # --- reasons ----------------------------------------------------------------------------------
@@ -121,11 +35,16 @@ class Stop:
 class Stopping:
     """All that may end one run early; the same answer on every rank at the same iteration."""
 
-    def __init__(self, config: TrainConfig, context: ParallelContext, started: float) -> None:
-        """``started``: time.monotonic() at the start, for --exit-duration-in-mins."""
+    def __init__(self, config: TrainConfig, context: ParallelContext, started: float, signals: Signals | None) -> None:
+        """``started``: time.monotonic() at the start, for --exit-duration-in-mins; ``signals``: with --exit-signal-handler."""
         self._config, self._context, self._started = config, context, started
-        self._signals = Signals() if config.exit_signal_handler and not config.eval_only else None
+        self._signals = signals
         self.skipped_in_a_row = 0
+
+    def before_training(self, device: torch.device) -> Stop | None:
+        """Collective: whether a signal came during the start, which then was for nothing."""
+        number = self._votes(device)[0] if self._signals else 0
+        return _signalled(number) if number else None
 
     def after(self, iteration: int, device: torch.device) -> Stop | None:
         """Collective, and then one number per reason, where a flag asks for what ranks may see at different times."""
@@ -133,7 +52,7 @@ class Stopping:
         if self._signals or config.exit_duration_in_mins is not None or config.kill_switch_path is not None:
             number, late, switch = self._votes(device)
             if number:
-                return Stop(f"{signal.Signals(number).name} (--exit-signal-handler); exit code {REQUEUE}", REQUEUE)
+                return _signalled(number)
             if late:
                 return Stop(f"--exit-duration-in-mins {config.exit_duration_in_mins}")
             if switch:
@@ -174,6 +93,10 @@ class Stopping:
         if self._signals:
             self._signals.close()
             self._signals = None
+
+
+def _signalled(number: int) -> Stop:
+    return Stop(f"{signal.Signals(number).name} (--exit-signal-handler); exit code {REQUEUE}", REQUEUE)
 
 
 # --- skipped updates --------------------------------------------------------------------------

@@ -38,9 +38,11 @@ from megatron.model.loss import GlobalWeight
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.random import seed_everything
 from megatron.optimizer.batch_size import BatchSizeSchedule, training_iterations
+from megatron.peers import Peers
 from megatron.replicas import Replicas
 from megatron.run_report import RunReport
-from megatron.stopping import GradientWatch, Stop, Stopping, outlive_signals
+from megatron.signals import Signals, outlive_signals
+from megatron.stopping import GradientWatch, Stop, Stopping
 from megatron.tensorboard import TensorBoardWriter
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.padding import padded_vocab_size
@@ -49,7 +51,6 @@ from megatron.tokenizer.padding import padded_vocab_size
 @dataclass(frozen=True)
 class Task:
     """What an entry script plugs into the loop."""
-
     datasets: Callable[[Settings, tuple[int, int, int]], Datasets]
     """(settings, samples wanted for train, valid, test) -> megatron.data.gpt_dataset.Datasets"""
     batch: Callable[[Settings, Any], Callable[[torch.Tensor], tuple]]
@@ -90,21 +91,31 @@ class Run:
             print(text, flush=True)
 
 
-def pretrain(settings: Settings, task: Task) -> int:
-    """Run one job from parsed settings to its last log line, on every rank. Returns the exit code."""
+def pretrain(settings: Settings, task: Task, *, peers: Peers | None = None, signals: Signals | None = None) -> int:
+    """Run one job from parsed settings to its last log line, on every rank. Returns the exit code.
+
+    ``peers`` end together from the moment the ranks have met; ``signals`` may ask to stop.
+    """
     _set_log_level(settings)
     context = initialize_distributed(settings.parallel)
+    if peers:
+        peers.join(context.world_size)
     check_precision(settings.model.params_dtype)
-    run = _prepare(settings, context)
+    run = _prepare(settings, context, signals)
     tokenizer = _with_vocabulary(run)
     settings = run.settings
-    if not settings.train.eval_only:
-        save.check_save_folder(settings.checkpoint, context)
     plan = load_plan.shared_plan(settings.checkpoint, context, eval_only=settings.train.eval_only)
     run.say(plan.reason)
     if plan.warning:
         run.say(f"warning: {plan.warning}")
     stored = resume.check_stored(plan, settings, context) if plan.folder else {}
+    if plan.progress:
+        run.progress = resume.stored_progress(stored)
+    _set_length(run)
+    # before the model, which takes minutes to build, and before the folder of a run that will not be
+    datasets = _datasets(run, task)
+    if not settings.train.eval_only:
+        save.check_save_folder(settings.checkpoint, context)
     if settings.train.loss_normalization != "micro-batch":
         run.weight = GlobalWeight(context)
     model = build_model(settings, context, run.streams, plan, run.weight)
@@ -120,11 +131,9 @@ def pretrain(settings: Settings, task: Task) -> int:
         run.say_last(log_lines.loaded_line(plan.folder, run.progress.iteration))
         if plan.resume and plan.progress:
             run.last_saved = run.progress.iteration
-        _set_length(run)
     run.replicas = Replicas(run.engine, context, settings, run.writer)
     run.replicas.start(run.progress.iteration)
     run.writer.log_restart(run.progress.iteration, context.world_size)
-    datasets = _datasets(run, task)
     run.to_batch = task.batch(settings, tokenizer)
     run.engine.set_batch_fn(run.to_batch)
     valid = {name: _rows(run, dataset, valid=True, groups=len(datasets.valid))
@@ -163,14 +172,7 @@ def _set_log_level(settings: Settings) -> None:
         logging.getLogger(name).setLevel(level)
 
 
-def _write_arguments(settings: Settings, text: str) -> None:
-    """A copy of the argument dump in --log-path, named after the time of the start."""
-    folder = Path(settings.logging.log_path)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / f"args_{time.strftime('%Y-%m-%dT%H:%M:%S')}.txt", text + "\n")
-
-
-def _prepare(settings: Settings, context: ParallelContext) -> Run:
+def _prepare(settings: Settings, context: ParallelContext, signals: Signals | None) -> Run:
     parallel = settings.parallel
     streams = seed_everything(settings.train.seed, context)
     train_iters = training_iterations(settings.train, context.dp_size)
@@ -178,11 +180,13 @@ def _prepare(settings: Settings, context: ParallelContext) -> Run:
               batch_sizes=BatchSizeSchedule(settings.train, context.dp_size), progress=Progress(),
               writer=TensorBoardWriter(settings.logging, enabled=context.is_last_rank,
                                       data_parallel_size=context.dp_size, seq_length=settings.model.seq_length))
-    run.stopping = Stopping(settings.train, context, run.started)
+    run.stopping = Stopping(settings.train, context, run.started, signals)
     run.say(log_lines.world_size_line(parallel))
     run.say(format_argument_dump(settings))
     if settings.logging.log_path and context.rank == 0:
-        _write_arguments(settings, format_argument_dump(settings))
+        folder = Path(settings.logging.log_path)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / f"args_{time.strftime('%Y-%m-%dT%H:%M:%S')}.txt", format_argument_dump(settings) + "\n")
     if ignored := accepted_without_effect(settings):
         run.say(f"accepted, no effect here: {', '.join(ignored)}")
     if notice := zero_stage_notice(settings):
@@ -239,10 +243,14 @@ def _datasets(run: Run, task: Task) -> Datasets:
     """
     datasets, problem = Datasets(train=None), None
     if run.context.reads_data:
+        wanted = samples_wanted(run)
         try:
-            datasets = task.datasets(run.settings, samples_wanted(run))
+            datasets = task.datasets(run.settings, wanted)
         except (OSError, ValueError, RunError) as error:
             problem = str(error)
+        except MemoryError as error:
+            problem = (f"an index of {', '.join(map(str, wanted))} samples for training, validation and test does not fit into "
+                       f"memory ({error}); lower --train-iters, --train-samples or --eval-iters")
     agree(run.context, problem)
     read = (datasets.train is not None, list(datasets.valid), list(datasets.test), datasets.facts())
     everyone = [read]
@@ -284,10 +292,11 @@ def _rows(run: Run, dataset, *, valid: bool = False, groups: int = 1, test: bool
 def train(run: Run, rows: Iterator | None, valid: dict[str, Iterator | None]) -> Stop | None:
     """Iterate until the run's length, or until something asks it to stop, which is returned."""
     settings, progress = run.settings, run.progress
-    line, gradients, stop, owed = _Line(run), GradientWatch(run.engine, run.context), None, False
-    while progress.iteration < run.train_iters:
+    line, gradients, owed = _Line(run), GradientWatch(run.engine, run.context), False
+    stop = run.stopping.before_training(run.engine.device)
+    while not stop and progress.iteration < run.train_iters:
         size = run.batch_sizes.size(progress.consumed_train_samples)
-        if _discarded(settings, progress.iteration + 1):
+        if any(first <= progress.iteration + 1 <= last for first, last in settings.train.skip_train_iteration_range):
             _discard(run, rows, size)
         else:
             loss, skipped = _step(run, rows, size)
@@ -308,9 +317,9 @@ def train(run: Run, rows: Iterator | None, valid: dict[str, Iterator | None]) ->
             if not owed:
                 _save(run)
         line.leave_out(time.monotonic() - paused)
-        if stop := run.stopping.after(progress.iteration, run.engine.device):
-            run.say(f"exiting program at iteration {progress.iteration}: {stop.reason}")
-            break
+        stop = run.stopping.after(progress.iteration, run.engine.device)
+    if stop:
+        run.say(f"exiting program at iteration {progress.iteration}: {stop.reason}")
     if settings.checkpoint.save and run.last_saved != progress.iteration and progress.iteration:
         _save(run)
     run.saver.finish()
@@ -402,10 +411,6 @@ def _count(run: Run, samples: int) -> None:
     progress.consumed_train_samples += samples
     progress.consumed_train_tokens += samples * model.seq_length
     progress.gigaflos_no_embeds += gigaflos(model, samples)
-
-
-def _discarded(settings: Settings, iteration: int) -> bool:
-    return any(first <= iteration <= last for first, last in settings.train.skip_train_iteration_range)
 
 
 def _discard(run: Run, rows: Iterator | None, samples: int) -> None:

@@ -199,7 +199,7 @@ def resume(engine, plan: LoadPlan, stored: dict, streams, settings: Settings, co
         engine.global_steps = stored.get("global_steps", stored.get("iteration", 0))
         engine.global_samples = stored.get("global_samples", engine.global_steps * engine.train_batch_size())
         engine.skipped_steps = stored.get("skipped_steps", 0)
-    progress = _progress(stored) if plan.progress else Progress()
+    progress = stored_progress(stored) if plan.progress else Progress()
     saved = saved_degrees(stored, plan.path) if stored else None
     problem = None
     anew = plan.rng and ("torch_rng_state" not in stored or saved[:2] != (context.tp_size, context.pp_size))
@@ -247,8 +247,8 @@ def _what_changed(saved: tuple[int, int, int], context: ParallelContext, setting
                "rest of this pass reads samples in another order, some of them again")
 
 
-def _progress(stored: dict) -> Progress:
-    """Counters of our own record, else what older trainers keep in several places."""
+def stored_progress(stored: dict) -> Progress:
+    """What a checkpoint has counted: counters of our own record, else what older trainers keep in several places."""
     if "progress" in stored:
         return Progress(**stored["progress"])
     arguments = stored_arguments(stored)
