@@ -227,6 +227,34 @@ def step_without_rate(root: str, stage: int, precision: str, kinds: list[str]) -
     return result
 
 
+# --- weights alone ------------------------------------------------------------------------------
+
+
+def weights_without_optimizer(root: str, rows: list[str]) -> tuple[dict, dict, dict[str, tuple]]:
+    """One process: save a run, take away its optimizer files, start each row from the rest; see ``held``.
+
+    Even rows find no optimizer files, odd ones folders of their names, which nothing can read.
+    Returns what the run held, what a fresh start holds, and per row what that start holds, the path it read and the
+    engine's counters (steps, samples, skipped steps, micro-steps).
+    """
+    folder = Path(root)
+    run = start(f"--save {folder / 'whole'} --seed 4 --initial-loss-scale 512 --fp16")
+    go_on(run, 2)
+    counted = {}
+    for number, row in enumerate(rows):
+        copy = folder / f"copy{number}"
+        shutil.copytree(folder / "whole", copy)
+        for path in list(copy.rglob("*_optim_states.pt")):
+            path.unlink()
+            if number % 2:
+                path.mkdir()
+        begun = start(f"{row.replace('RUN', str(copy)).replace('NEW', str(folder / f'new{number}'))} --fp16")
+        engine = begun.engine
+        counted[row] = (held(begun), str(begun.plan.path.relative_to(copy)),
+                        (engine.global_steps, engine.global_samples, engine.skipped_steps, engine.micro_steps))
+    return held(run), held(start("--fp16")), counted
+
+
 def _stored_weights(tag: Path) -> list[torch.Tensor]:
     return [value for path in sorted(tag.glob("layer_*")) for value in files.read(path).values()]
 

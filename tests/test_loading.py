@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from loading_jobs import cells, step_without_rate, what_all_say
+from loading_jobs import cells, step_without_rate, weights_without_optimizer, what_all_say
 
 from megatron.checkpoint import load_plan, manifest
 from megatron.checkpoint.load_plan import plan_load
@@ -66,6 +66,7 @@ def test_the_table_names_all_parts_and_the_usual_lines():
 
 @pytest.mark.parametrize("row", list(table()))
 def test_a_start_holds_what_the_table_says(row, started):
+    """deepspeedai/DeepSpeedExamples#114: flags of fine-tuning were ignored under DeepSpeed; here each cell of the table is real."""
     known, seen = started
     said, values = table()[row], seen[row]
     if said["read"] == "error":
@@ -93,6 +94,7 @@ def test_a_start_holds_what_the_table_says(row, started):
     ("--load SEVERAL --save NEW", ["global_step1, global_step2", "SEVERAL/latest", "--load", "SEVERAL/global_step2"]),
 ])
 def test_an_error_says_what_was_found_and_what_to_do(row, words, started):
+    """NVIDIA-NeMo/Megatron-Bridge#1649: a wrong path, and training went on from random weights; above all BitFit must not."""
     said = started[1][row]
     assert all(word in said for word in words), said
     assert said.count("\n") == 0
@@ -114,8 +116,26 @@ def test_what_is_odd_about_a_checkpoint_is_said(row, words, started):
 WEIGHTS_ONLY = ["--load {run} --save {new}", "--load {run} --save {run} --no-load-optim"]
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-@pytest.mark.parametrize("precision", ["", "--bf16", "--fp16"], ids=["fp32", "bf16", "fp16"])
+WITHOUT_OPTIMIZER = ["--load RUN --save NEW --finetune --no-load-optim --no-load-rng",
+                     "--load RUN --save RUN --finetune --no-load-optim --no-load-rng --verify-checkpoint",
+                     "--load RUN --save NEW --bitfit --verify-checkpoint",
+                     "--load RUN/global_step2 --save NEW --finetune --no-load-optim --no-load-rng"]
+
+
+def test_weights_alone_need_no_optimizer_file_and_count_from_0(worker_group, tmp_path):
+    """deepspeedai/DeepSpeedExamples#114, deepspeedai/Megatron-DeepSpeed#308: counters went on, optimizer files were demanded."""
+    run, fresh, seen = worker_group(1).run(weights_without_optimizer, str(tmp_path), WITHOUT_OPTIMIZER)[0]
+    assert run["iteration"] == 2 and len(seen) == 4
+    for row, (held, read, counters) in seen.items():
+        assert read == "global_step2" and counters == (0, 0, 0, 0), row
+        assert held["weights"] == run["weights"] != fresh["weights"]
+        assert held["fp32 masters"] == held["weights as masters"]
+        for column in ("Adam", "iteration", "samples", "LR progress", "loss scale", "RNG"):
+            assert held[column] == fresh[column] != run[column], (row, column)
+
+
+@pytest.mark.parametrize("precision, stage", [("", 0), ("", 1), ("--bf16", 0), ("--bf16", 1), ("--fp16", 0), ("--fp16", 1),
+                                              ("--bitfit", 1), ("--bitfit --bf16", 1), ("--bitfit --fp16", 0)])
 def test_after_a_load_of_weights_a_step_with_rate_0_changes_nothing(precision, stage, worker_group, tmp_path):
     told = worker_group(1).run(step_without_rate, str(tmp_path), stage, precision, WEIGHTS_ONLY)[0]
     for kind, (masters_equal, weights_loaded, changed, adam_saw) in told.items():
@@ -253,7 +273,10 @@ CHANGES = {
 
 
 def test_ranks_that_see_other_files_stop_together(worker_group, tmp_path):
-    """Each rank works in a folder of its own, as on nodes whose file systems differ."""
+    """huggingface/transformers#28270: one rank resumed and the other began anew.
+
+    Each rank works in a folder of its own, as on nodes whose file systems differ.
+    """
     views = {}
     for change in (None, *CHANGES):
         roots = [tmp_path / f"{change}{rank}" for rank in range(2)]
@@ -270,13 +293,18 @@ def test_ranks_that_see_other_files_stop_together(worker_group, tmp_path):
     group = worker_group(2)
     for flags in (dict(load="run"), dict(save="run")):
         assert group.run(what_all_say, views[None], flags) == ["run global_step5"] * 2
-    answers = group.run(all_views, views, dict(load="run"))
-    for change, said in answers[0].items():
-        assert said == answers[1][change]
-        if change is not None:
-            assert said.startswith("refused: rank 1: sees ") and "where rank 0 sees" in said and "\n" not in said, said
+    for flags in (dict(save="run"), dict(load="run")):
+        answers = group.run(all_views, views, flags)
+        for change, said in answers[0].items():
+            assert said == answers[1][change]
+            if change is not None:
+                assert said.startswith("refused: rank 1: sees ") and "where rank 0 sees" in said and "\n" not in said, said
     assert "no folder" in answers[0]["no folder"] and "'global_step6'" in answers[0]["another latest"]
     assert "1 files of" in answers[0]["a file less"]
+    there, away = views["no folder"]
+    assert group.run(what_all_say, [away, there], dict(load="run", allow_fresh_start=True)) == 2 * [
+        "refused: rank 1: sees 'global_step5' in run/latest, where rank 0 sees no folder (No such file or directory); "
+        "all ranks need the same files"]
 
 
 def complete(folder: Path, tag: str, sequence: int) -> None:

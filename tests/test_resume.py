@@ -52,6 +52,7 @@ def test_sharded_optimizer_state_resumes_bit_for_bit(grid, base, tmp_path, worke
 
 
 def test_the_folder_has_the_pipeline_layout_of_old(base, tmp_path, worker_group):
+    """ROCm/Megatron-LM#56: the arguments in a state file of ours, a namespace, are read the safe way."""
     case = Case(bitfit=True, dtype="bf16", **GRID)
     worker_group(4).run(first_half, case, base, 1, str(tmp_path / "run"))
     tag = tmp_path / "run" / "global_step1"
@@ -175,6 +176,7 @@ def test_old_flags_keep_their_meaning_in_one_folder(tmp_path):
 
 @pytest.mark.parametrize("make", [lambda path: path.mkdir(), lambda path: None], ids=["empty", "missing"])
 def test_a_load_folder_without_checkpoint_is_an_error_unless_allowed(make, tmp_path):
+    """NVIDIA-NeMo/Megatron-Bridge#1649, OpenRLHF/OpenRLHF#1208: starting from random weights needs its own flag."""
     make(tmp_path / "nothing")
     config = CheckpointConfig(load=str(tmp_path / "nothing"))
     with pytest.raises(RunError, match="--load .*nothing.*--allow-fresh-start"):
@@ -183,6 +185,7 @@ def test_a_load_folder_without_checkpoint_is_an_error_unless_allowed(make, tmp_p
 
 
 def test_a_latest_that_names_a_missing_tag_is_an_error(tmp_path):
+    """NVIDIA-NeMo/Megatron-Bridge#1649."""
     (tmp_path / "latest").write_text("global_step9")
     with pytest.raises(RunError, match="global_step9"):
         plan_load(CheckpointConfig(load=str(tmp_path)))
@@ -205,6 +208,7 @@ def test_a_damaged_or_missing_layer_file_is_named(base, tmp_path, worker_group):
 
 
 def test_a_file_that_would_run_code_is_not_loaded(tmp_path):
+    """ROCm/Megatron-LM#56: arguments inside checkpoints made users switch the safe way of loading off."""
     import os
     import pickle
 

@@ -99,7 +99,7 @@ def plan_load(config: CheckpointConfig, *, eval_only: bool = False, damaged: Map
         flag, folder = "--save", config.save
     if not folder:
         return LoadPlan(None, None)
-    found = _find(flag, folder, same and not eval_only, damaged)
+    found = _find(flag, folder, same and not eval_only, damaged, optimizer=same and not eval_only and config.load_optim)
     if found is None:
         if config.allow_fresh_start:
             return LoadPlan(None, None, reason=f"{flag} {folder} holds no checkpoint; "
@@ -131,7 +131,7 @@ def find_checkpoint(folder: str | Path, flag: str = "--load") -> LoadPlan:
 
     Raises RunError, naming flag and folder, where there is none, or none that can be chosen.
     """
-    found = _find(flag, str(folder), False, {})
+    found = _find(flag, str(folder), False, {}, optimizer=False)
     if found is None:
         raise RunError(f"{flag} {folder} holds no checkpoint ({_what_is(Path(folder))}); give the folder that was used "
                        "with --save, a tag in it, or a Hugging Face folder")
@@ -158,8 +158,8 @@ def _unused(config: CheckpointConfig, own: _Found) -> str:
     return base + (f"; {', '.join(spent)} concerned the first start alone" if spent else "")
 
 
-def _find(flag: str, folder: str, resume: bool, damaged: Mapping[str, str]) -> _Found | None:
-    """The checkpoint in ``folder``, or None where there is nothing of one.
+def _find(flag: str, folder: str, resume: bool, damaged: Mapping[str, str], *, optimizer: bool = True) -> _Found | None:
+    """The checkpoint in ``folder``, or None where there is nothing of one; ``optimizer``: whether its optimizer files are needed.
 
     A resume may go on from an older tag than a damaged newest one; a base must be what it is
     said to be. Raises RunError naming the tags there when none can be chosen.
@@ -169,14 +169,14 @@ def _find(flag: str, folder: str, resume: bool, damaged: Mapping[str, str]) -> _
     named = _named(flag, root, empty_too=resume)
     if named is not None or resume:
         try:
-            tag, warning = manifest.usable_tag(root, damaged=bad, fallback=resume)
+            tag, warning = manifest.usable_tag(root, damaged=bad, fallback=resume, optimizer=optimizer)
         except RunError as error:
             raise RunError(f"{flag} {error}{_tags_there(root)}") from None
         if tag is not None:
             return _Found(folder, tag, warning)
     tags = tags_in(root)
     if len(tags) == 1:
-        return _whole(flag, _Found(folder, tags[0], f"{folder} has no file 'latest'; its only tag {tags[0]} is read"), bad)
+        return _whole(flag, _Found(folder, tags[0], f"{folder} has no file 'latest'; its only tag {tags[0]} is read"), bad, optimizer)
     if tags:
         raise RunError(f"{flag} {folder} holds the tags {_listed(tags)} but no file 'latest' that says which of them to "
                        f"read: write one of these names into {root / files.LATEST}"
@@ -187,7 +187,7 @@ def _find(flag: str, folder: str, resume: bool, damaged: Mapping[str, str]) -> _
         inside = root.resolve()
         bad = {inside.name: damaged[str(inside)]} if str(inside) in damaged else {}
         return _whole(flag, _Found(str(inside.parent), inside.name,
-                                   f"{flag} {folder} is one tag itself, and is read whatever 'latest' beside it names"), bad)
+                                   f"{flag} {folder} is one tag itself, and is read whatever 'latest' beside it names"), bad, optimizer)
     if not resume and (found := _iteration(flag, root)):
         return found
     return _Found(folder, None) if is_hugging_face(root) else None
@@ -206,10 +206,10 @@ def _iteration(flag: str, root: Path) -> _Found | None:
     return None
 
 
-def _whole(flag: str, found: _Found, bad: Mapping[str, str]) -> _Found:
+def _whole(flag: str, found: _Found, bad: Mapping[str, str], optimizer: bool) -> _Found:
     """``found``, unless its files are not those of its manifest."""
     path = Path(found.folder) / found.tag
-    if wrong := bad.get(found.tag) or manifest.damage(path):
+    if wrong := bad.get(found.tag) or manifest.damage(path, optimizer=optimizer):
         raise RunError(f"{flag} {path} is damaged: {wrong}; copy it again, or load another tag")
     return found
 
@@ -284,7 +284,8 @@ def shared_plan(config: CheckpointConfig, context: ParallelContext, *, eval_only
         plan = _plan_of_rank_0(config, context, eval_only, damaged)
         if not (plan.folder and config.verify_checkpoint):
             return plan
-        wrong = _gathered(context, manifest.damage(plan.path, True, share=(context.rank, context.world_size)))
+        wrong = _gathered(context, manifest.damage(plan.path, True, share=(context.rank, context.world_size),
+                                                   optimizer=plan.resume))
         if not any(wrong):
             return plan
         damaged[str(plan.path)] = next(sentence for sentence in wrong if sentence)

@@ -25,6 +25,10 @@ NAME = "manifest.json"
 FORMAT = 1
 #: a tag of ours; with a dot (`files.aside`) it was being replaced or removed when its job was killed
 _TAG = re.compile(r"global_step(\d+)|(\.)global_step(\d+)\.old")
+#: files that are read as part of a tag, of which those of the optimizer end in _OPTIMIZER
+_PART = re.compile(r"(layer_\d+-model_\d+-model_states|mp_rank_\d+_model_states|(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_optim_states)"
+                   r"\.pt|delta\.safetensors")
+_OPTIMIZER = "_optim_states.pt"
 _CHUNK = 4 * 2**20
 
 
@@ -93,12 +97,13 @@ def crc32_of(path: Path) -> str:
     return f"{value:08x}"
 
 
-def damage(folder: Path, verify: bool = False, *, share: tuple[int, int] = (0, 1)) -> str | None:
+def damage(folder: Path, verify: bool = False, *, share: tuple[int, int] = (0, 1), optimizer: bool = True) -> str | None:
     """What is wrong with the tag in ``folder``, naming the file; None where all is well.
 
     Lengths are always compared, checksums with ``verify``, of every n-th file from the i-th
-    on for a ``share`` (i, n), so that ranks can divide the reading. A tag without a manifest
-    passes if the folder exists.
+    on for a ``share`` (i, n), so that ranks can divide the reading. Without ``optimizer`` files of
+    optimizer state do not matter: they may be gone, as where only weights were published. A tag
+    without a manifest passes if the folder exists.
     """
     if not folder.is_dir():
         return f"there is no folder {folder.name}"
@@ -109,17 +114,18 @@ def damage(folder: Path, verify: bool = False, *, share: tuple[int, int] = (0, 1
         found = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
     except (OSError, RunError) as error:
         return str(error)
-    for entry in manifest.files:
+    wanted = [entry for entry in manifest.files if optimizer or not entry.name.endswith(_OPTIMIZER)]
+    for entry in wanted:
         if entry.name not in found:
             return f"{folder / entry.name} is missing, {NAME} lists it"
         if found[entry.name] != entry.bytes:
             return f"{folder / entry.name} has {found[entry.name]:,} bytes, {NAME} says {entry.bytes:,}"
     listed = {entry.name for entry in manifest.files}
     for name in sorted(found):
-        # a share of other degrees would be read as part of the model; notes of users would not
-        if name not in listed and name.endswith((".pt", ".safetensors")):
+        # a share of other degrees would be read as part of the model; files of users would not
+        if name not in listed and _PART.fullmatch(name) and (optimizer or not name.endswith(_OPTIMIZER)):
             return f"{folder / name} is not in {NAME}"
-    by_size = sorted(manifest.files, key=lambda entry: (-entry.bytes, entry.name))
+    by_size = sorted(wanted, key=lambda entry: (-entry.bytes, entry.name))
     for entry in by_size[share[0]::share[1]] if verify else ():
         try:
             seen = crc32_of(folder / entry.name)
@@ -158,19 +164,21 @@ def tags_with_manifest(folder: str | Path) -> list[tuple[str, Manifest | None]]:
     return [(name, manifest) for _, name, manifest in sorted(found, key=lambda each: each[0], reverse=True)]
 
 
-def newest_valid_tag(folder: str | Path, verify: bool = False, *, damaged: Mapping[str, str] | None = None) -> str | None:
+def newest_valid_tag(folder: str | Path, verify: bool = False, *, damaged: Mapping[str, str] | None = None,
+                     optimizer: bool = True) -> str | None:
     """The tag saved last into ``folder`` of those whose files match their manifest, or None.
 
-    ``damaged``: tags that are known to be damaged, as by checksums that ranks compared.
+    ``damaged``: tags that are known to be damaged, as by checksums that ranks compared; ``optimizer``
+    as in `damage`.
     """
     for tag, _ in tags_with_manifest(folder):
-        if tag not in (damaged or {}) and damage(Path(folder) / tag, verify) is None:
+        if tag not in (damaged or {}) and damage(Path(folder) / tag, verify, optimizer=optimizer) is None:
             return tag
     return None
 
 
 def usable_tag(folder: str | Path, verify: bool = False, *, damaged: Mapping[str, str] | None = None,
-               fallback: bool = True) -> tuple[str | None, str | None]:
+               fallback: bool = True, optimizer: bool = True) -> tuple[str | None, str | None]:
     """The tag to read from ``folder`` and what must be said about it: (tag, warning).
 
     That is the tag ``latest`` names. Where it names none, or a damaged one, the newest valid
@@ -178,7 +186,7 @@ def usable_tag(folder: str | Path, verify: bool = False, *, damaged: Mapping[str
     with a note. (None, None): the folder holds no checkpoint of which anything can be said.
 
     Without ``fallback`` no other tag than the named one is taken, which suits all that is
-    no resume: other weights are no continuation. ``damaged`` is as in `newest_valid_tag`.
+    no resume: other weights are no continuation. ``damaged`` and ``optimizer`` are as in `newest_valid_tag`.
     Raises RunError naming the damaged file when no usable tag is left.
     """
     folder = Path(folder)
@@ -188,7 +196,7 @@ def usable_tag(folder: str | Path, verify: bool = False, *, damaged: Mapping[str
     elif not tag or Path(tag).name != tag or not (folder / tag).is_dir():
         wrong = f"its file 'latest' names {tag or 'nothing'}, but there is no such folder in it"
     else:
-        wrong = (damaged or {}).get(tag) or damage(folder / tag, verify)
+        wrong = (damaged or {}).get(tag) or damage(folder / tag, verify, optimizer=optimizer)
         if wrong is None:
             return tag, None if (folder / tag / NAME).is_file() else (
                 f"{folder / tag} has no {NAME} (saved by another program or an older version): "
@@ -197,7 +205,7 @@ def usable_tag(folder: str | Path, verify: bool = False, *, damaged: Mapping[str
     known = tags_with_manifest(folder)
     if tag is None and not known:
         return None, None
-    other = newest_valid_tag(folder, verify, damaged=damaged) if fallback else None
+    other = newest_valid_tag(folder, verify, damaged=damaged, optimizer=optimizer) if fallback else None
     if other is None:
         more = "" if not fallback else "; no other checkpoint in it is complete" if known else (
             "; no other checkpoint in it is known to be complete")
