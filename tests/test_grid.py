@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from small_runs import VOCAB, Case, grid_run, merge, overflow_run, pipeline_name, reference_run, write_base
+from small_runs import Case, grid_run, merge, overflow_run, pipeline_name, reference_run, write_base
 
 from megatron.tokenizer.padding import padded_vocab_size
 
@@ -22,7 +22,8 @@ def base(tmp_path_factory):
     made = {}
 
     def folder(case: Case) -> str:
-        key = (case.embed_layernorm, case.positions, case.layers, case.hidden, case.heads, case.ffn, case.padded)
+        key = (case.embed_layernorm, case.positions, case.layers, case.hidden, case.heads, case.ffn, case.vocab,
+               case.padded)
         if key not in made:
             made[key] = str(tmp_path_factory.mktemp("base") / "checkpoint")
             write_base(made[key], case)
@@ -189,16 +190,15 @@ def test_one_plain_step_moves_every_bias_alike_at_any_tp(bitfit, base, truth, wo
 @pytest.mark.parametrize("bitfit", [False, True], ids=["full", "bitfit"])
 def test_an_odd_vocabulary_is_padded_to_tp_and_the_padding_left_out_of_the_loss(bitfit, base, truth, worker_group):
     """NVIDIA/Megatron-LM#1754: --make-vocab-size-divisible-by 1 at TP 2 gave another loss than one process."""
-    assert padded_vocab_size(201, tp=2, divisible_by=1, pad_to=None) == 202
-    padded = padded_vocab_size(VOCAB, tp=2, divisible_by=1, pad_to=None)
-    assert padded == VOCAB + 1
-    case = Case(tp=2, bitfit=bitfit, padded=padded, lr=0.05)
-    alone = dataclasses.replace(case, padded=VOCAB)  # no padding at all in one process
+    vocab, padded = 201, padded_vocab_size(201, tp=2, divisible_by=1, pad_to=None)
+    assert padded == 202
+    case = Case(tp=2, bitfit=bitfit, vocab=vocab, padded=padded, lr=0.05)
+    alone = dataclasses.replace(case, padded=vocab)  # no padding at all in one process
     expected = truth(alone)
     results = worker_group(2).run(grid_run, case, base(alone))
     table = merge(results)[WORDS]
-    assert len(table) == padded and not table[VOCAB:].any(), "a row of padding learns nothing"
-    without = {name: F.pad(tensor, (0, 0, 0, padded - VOCAB)) if name == WORDS else tensor
+    assert len(table) == padded and not table[vocab:].any(), "a row of padding learns nothing"
+    without = {name: F.pad(tensor, (0, 0, 0, padded - vocab)) if name == WORDS else tensor
                for name, tensor in expected["tensors"].items()}
     check(case, results, {**expected, "tensors": without}, 1e-5)
 

@@ -37,6 +37,11 @@ def check_inputs(inputs, *, segments_expected: bool):
         got = f"a tuple of {len(inputs)}" if isinstance(inputs, tuple) else type(inputs).__name__
         raise ValueError(f"the first stage takes tokens, position ids{' and segment ids' * segments_expected} "
                          f"(--reset-attention-mask is {'on' if segments_expected else 'off'}), got {got}")
+    for name, ids in zip(("tokens", "position ids", "segment ids"), inputs):
+        # whatever is floating point gets a gradient back from the next stage, and ids have none
+        if ids.dtype != torch.int64 or ids.shape != inputs[0].shape:
+            raise ValueError(f"{name} must be int64 of the shape of tokens, {list(inputs[0].shape)}, got "
+                             f"{str(ids.dtype).removeprefix('torch.')} {list(ids.shape)}")
     return inputs
 
 
