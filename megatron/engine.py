@@ -20,6 +20,7 @@ from megatron.checkpoint.weights import load_weights, synchronize_tied
 from megatron.config import Settings
 from megatron.deepspeed_config import derive_deepspeed_config
 from megatron.errors import RunError
+from megatron.gradients import count_bad_copies
 from megatron.initialize import agree, quiet
 from megatron.model.loss import GlobalWeight, loss_function
 from megatron.model.pipe import GPTPipeline
@@ -44,7 +45,10 @@ def build_model(settings: Settings, context: ParallelContext, streams, plan: Loa
     if plan.folder:
         problem = None
         try:
-            load_weights(model, open_source(plan.path, settings.checkpoint), context)
+            source = open_source(plan.path, settings.checkpoint)
+            load_weights(model, source, context)
+            for note in source.notes if context.rank == 0 else ():
+                print(f"warning: {note}", flush=True)
         except RunError as error:
             problem = str(error)
         agree(context, problem)
@@ -74,7 +78,7 @@ def build_engine(model: GPTPipeline, settings: Settings, context: ParallelContex
 
     from megatron.checkpoint.files import checkpoint_engine
 
-    device = next(model.parameters()).device if any(True for _ in model.parameters()) else "cpu"
+    device = next(model.parameters()).device if any(True for _ in model.parameters()) else torch.device("cpu")
     bitfit.add_anchor(model, context, torch_dtype(settings.model), device)
     params = [param for param in model.parameters() if param.requires_grad]
     optimizer = build_optimizer(model, settings.optimizer)
@@ -86,6 +90,7 @@ def build_engine(model: GPTPipeline, settings: Settings, context: ParallelContex
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config,
                                           lr_scheduler=schedule, dist_init_required=False)
     engine.checkpoint_engine = checkpoint_engine()
+    count_bad_copies(engine.optimizer, context)
     return engine, schedule
 
 

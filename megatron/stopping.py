@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from megatron.bitfit import trainable
 from megatron.config import TrainConfig
+from megatron.gradients import held_gradients, watch_decisions
 from megatron.mpu.context import ParallelContext
 from megatron.replicas import checkpoint_name
 from megatron.signals import Signals
@@ -105,8 +107,8 @@ def _signalled(number: int) -> Stop:
 class GradientWatch:
     """Which gradients were not finite when DeepSpeed skipped an update; costs nothing in other iterations.
 
-    DeepSpeed frees the gradients of a skipped update before it returns, so they are looked at when it has decided
-    and tells its loss scaler. They are summed over DP by then: every rank has a share of the sums, and none
+    DeepSpeed frees the gradients of a skipped update before it returns, so they are looked at when it has decided.
+    They are summed over DP by then: every rank has a share of the sums, and none
     knows any more which replica spoilt them.
     """
 
@@ -114,29 +116,20 @@ class GradientWatch:
         self._engine, self._context = engine, context
         self._found: list[tuple[tuple[int, float, int], str]] | None = None
         """(place in the forward pass, name) of bad gradients; None when they were not seen"""
-        update = getattr(engine.optimizer, "_update_scale", None)
-        if update is None:  # another DeepSpeed
-            return
+        watch_decisions(engine.optimizer, self._decided)
 
-        def decided(overflow: bool = False) -> None:
-            self._found = list(self._bad()) if overflow else None
-            update(overflow)
+    def _decided(self, skipped: bool) -> None:
+        self._found = list(self._bad()) if skipped else None
 
-        engine.optimizer._update_scale = decided
-
-    def _bad(self):
-        optimizer = self._engine.optimizer
+    def _bad(self) -> Iterator[tuple[tuple[int, float, int], str]]:
         known = {id(param): (place, name) for place, (name, param) in enumerate(trainable(self._engine.module))}
-        for group, params in enumerate(optimizer.params_in_partition):
-            gradients = [each for each in optimizer.averaged_gradients[group] or ()
-                         if not getattr(each, "_zero_padding", False)]
-            for param, gradient in zip(params, gradients):
-                if id(param) in known and not torch.isfinite(gradient).all():
-                    place, name = known[id(param)]
-                    first, _, _ = name.partition(".")
-                    ends = math.inf if getattr(param, "ds_pipe_replicated", False) else -1
-                    layer = int(first) if first.isdigit() else ends  # the tied table: the embedding, or the head's copy
-                    yield (self._context.pp_rank, layer, place), checkpoint_name(name)
+        for param, gradient in held_gradients(self._engine.optimizer):
+            if id(param) in known and not torch.isfinite(gradient).all():
+                place, name = known[id(param)]
+                first, _, _ = name.partition(".")
+                ends = math.inf if getattr(param, "ds_pipe_replicated", False) else -1
+                layer = int(first) if first.isdigit() else ends  # the tied table: the embedding, or the head's copy
+                yield (self._context.pp_rank, layer, place), checkpoint_name(name)
 
     def told(self, iteration: int, loss: float) -> str:
         """Collective, after a skipped update: one sentence that names the gradient the trouble began with.

@@ -5,8 +5,8 @@ The environment variable BAD_DAY of a rank holds a JSON object; all of it is opt
 - ``after``: the iteration after whose step this happens: ``signals``, names sent to this process one after the
   other, ``gap`` seconds apart; ``workers``, true to send the first to its data loader's processes too; ``sleep``, seconds
   in which this rank does nothing; ``ahead``, seconds that its clock jumps ahead;
-- ``nan``: [parameter, or number of a pipeline layer; iterations]: in those iterations the gradient of that parameter,
-  or of that layer's output, is NaN on this rank.
+- ``nan`` or ``inf``: [parameter, or number of a pipeline layer; iterations]: in those iterations the gradient of that
+  parameter, or of that layer's output, is NaN or infinite on this rank.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ def happen(day: dict) -> None:
         time.sleep(0.01)
 
 
-def spoil(model, where: str | int, active) -> None:
-    """NaN in the gradient of one parameter, or of the output of one layer, while ``active()``."""
-    def nan(gradient):
-        return gradient * float("nan") if active() else gradient
+def spoil(model, where: str | int, value: float, active) -> None:
+    """``value`` added to the gradient of one parameter, or of the output of one layer, while ``active()``."""
+    def spoilt(gradient):
+        return gradient + value if active() else gradient
 
     if isinstance(where, str):
-        dict(model.named_parameters())[where].register_hook(nan)
+        dict(model.named_parameters())[where].register_hook(spoilt)
     else:
         dict(model.named_modules())[str(where)].register_forward_hook(
-            lambda module, inputs, output: output.register_hook(nan) and None)
+            lambda module, inputs, output: output.register_hook(spoilt) and None)
 
 
 def arm(day: dict) -> None:
@@ -61,9 +61,10 @@ def arm(day: dict) -> None:
 
     def watched(run, rows, samples):
         iteration = run.progress.iteration + 1
-        if "nan" in day and not hooked:
-            where, iterations = day["nan"]
-            spoil(run.engine.module, where, lambda: run.progress.iteration + 1 in iterations)
+        value = next(iter({"nan", "inf"} & day.keys()), None)
+        if value and not hooked:
+            where, iterations = day[value]
+            spoil(run.engine.module, where, float(value), lambda: run.progress.iteration + 1 in iterations)
             hooked.append(where)
         result = step(run, rows, samples)
         if iteration == day.get("after"):

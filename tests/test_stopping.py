@@ -6,11 +6,14 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
+from bitfit_jobs import tensors_in
 from command_lines import TINY, refusal
 from forked import run_ranks
 from launching import ROOT, _environment, free_port, training_lines
 from tiny_data import small_model_flags
 
+from megatron.checkpoint import files
 from megatron.checkpoint.manifest import crc32_of, usable_tag
 from megatron.stopping import REQUEUE
 
@@ -117,7 +120,7 @@ def test_time_is_up_for_all_when_it_is_for_one(jobs, tmp_path):
 
 
 def test_updates_with_nan_are_skipped_together_named_counted_and_in_the_end_given_up(jobs, tmp_path):
-    """Two replicas; NaN on one of them in iteration 2, where a save is due, and from 5 on."""
+    """deepspeedai/DeepSpeed#8415. Two replicas; NaN on one of them in iteration 2, where a save is due, and from 5 on."""
     days = {1: {"nan": ["4.mlp.dense_4h_to_h.bias", [2, 5, 6, 7]]}}
     codes, text = jobs.run(tmp_path / "run", "--train-iters", "9", "--max-skipped-iterations", "2", "--async-save",
                            days=days, interval=2)
@@ -132,6 +135,38 @@ def test_updates_with_nan_are_skipped_together_named_counted_and_in_the_end_give
     assert "iteration 6" in sentence and "--max-skipped-iterations 2" in sentence and "Traceback" not in text
     assert tags(tmp_path / "run") == ["global_step3", "global_step4"], "the save due at 2 waited for a good update"
     assert usable_tag(tmp_path / "run", verify=True) == ("global_step4", None)
+
+
+COPY, SHARE = "4.mlp.dense_4h_to_h.bias", "4.mlp.dense_h_to_4h.bias"
+
+
+@pytest.mark.parametrize("dtype, grid, name", [
+    # a copy that TP rank 1 has, which the norm leaves to TP rank 0
+    ("--bf16", ("--tensor-model-parallel-size", "2"), COPY),
+    (None, ("--tensor-model-parallel-size", "2"), COPY),
+    pytest.param("--bf16", ("--tensor-model-parallel-size", "2"), SHARE, marks=pytest.mark.slow),
+    pytest.param("--bf16", PIPELINE, COPY, marks=pytest.mark.slow),
+    pytest.param("--bf16", (), COPY, marks=pytest.mark.slow),
+], ids=["bf16 TP2 copy", "fp32 TP2 copy", "bf16 TP2 share", "bf16 PP2", "bf16 DP2"])
+def test_infinity_in_one_bias_gradient_on_one_rank_skips_the_update_on_all(dtype, grid, name, jobs, tmp_path):
+    """deepspeedai/DeepSpeed#8415: a step skipped without a word, or NaN in weights and moments.
+
+    Samples count on, the learning rate stays where it was; then training goes on.
+    """
+    codes, text = jobs.run(tmp_path / "run", *grid, *filter(None, [dtype]), "--bitfit", "--lr-warmup-iters", "4",
+                           days={1: {"inf": [name, [3]]}})
+    assert codes == [0, 0], text
+    lines = training_lines(text)
+    assert [line["skipped_iterations"] for line in lines] == [0, 0, 1, 0, 0]
+    assert [line["nan_iterations"] for line in lines] == [0] * 5
+    assert re.findall(r"iteration (\d+): update skipped, (.*)", text) == [
+        ("3", f"the gradient of layers.1{name[1:]} is not finite")]
+    assert [line["learning_rate"] for line in lines] == pytest.approx([2.5e-3, 5e-3, 5e-3, 7.5e-3, 1e-2], rel=1e-3)
+    assert [line["consumed_samples"] for line in lines] == [8, 16, 24, 32, 40]
+    tensors = [tensor for path in (tmp_path / "run" / f"global_step{LENGTH}").glob("*_states.pt")
+               for tensor in tensors_in(files.read(path))]
+    assert len(tensors) > 30 and all(torch.isfinite(tensor).all() for tensor in tensors)
+    assert "differ" not in text, "copies over TP are still equal"
 
 
 def test_of_all_gradients_that_are_spoilt_the_first_of_the_backward_pass_is_named(jobs, tmp_path):
