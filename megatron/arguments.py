@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
@@ -27,7 +27,7 @@ from megatron.argument_table import (
     whole,
     word,
 )
-from megatron.arguments_check import UsageError, check_arguments, launch_environment, named
+from megatron.arguments_check import UsageError, check_arguments, named
 from megatron.config import (
     CheckpointConfig,
     DataConfig,
@@ -40,6 +40,7 @@ from megatron.config import (
     TrainConfig,
 )
 from megatron.deepspeed_config import check_against_flags, fold_deepspeed_config, read_deepspeed_config
+from megatron.world import rank_text, read_world
 
 _NOT_GIVEN = object()
 _DUMP_WIDTH = 48
@@ -133,11 +134,7 @@ def _flags_of(entry: str) -> list[Flag]:
 
 
 def _looks_like_rank_zero(environ: Mapping[str, str]) -> bool:
-    return _rank_text(environ).strip() in ("", "0")
-
-
-def _rank_text(environ: Mapping[str, str]) -> str:
-    return environ.get("RANK", environ.get("SLURM_PROCID", "0"))
+    return rank_text(environ) == "0"
 
 
 def parse_arguments(argv: Sequence[str] | None = None, *, entry: str = "pretrain_gpt",
@@ -154,7 +151,7 @@ def parse_arguments(argv: Sequence[str] | None = None, *, entry: str = "pretrain
         return settings_from(values, given, entry, environ)
     except UsageError as error:
         parser.quiet = quiet and not error.local
-        parser.error(f"rank {_rank_text(environ)}: {error}" if quiet else str(error))
+        parser.error(f"rank {rank_text(environ)}: {error}" if quiet else str(error))
 
 
 def read_flags(parser: argparse.ArgumentParser, argv: Sequence[str] | None,
@@ -171,8 +168,8 @@ def read_flags(parser: argparse.ArgumentParser, argv: Sequence[str] | None,
 
 def settings_from(values: dict[str, Any], given: set[str], entry: str, environ: Mapping[str, str]) -> Settings:
     """Settings from what ``read_flags`` returned. Raises UsageError for the first broken rule."""
-    rank, world_size, local_rank = launch_environment(environ, values["local_rank"])
-    values.update(rank=rank, world_size=world_size, local_rank=local_rank)
+    world = read_world(environ, values["local_rank"])
+    values.update(rank=world.rank, world_size=world.world_size, local_rank=world.local_rank)
     derived = check_arguments(values, given, entry)
     config = None
     if values["deepspeed_config"] is not None:
@@ -182,7 +179,7 @@ def settings_from(values: dict[str, Any], given: set[str], entry: str, environ: 
     flags = values | {name: value for name, value in derived.items() if _plain(value)}
     values |= derived
     settings = Settings(
-        model=_fill(ModelConfig, values), parallel=_fill(ParallelConfig, values),
+        model=_fill(ModelConfig, values), parallel=_fill(ParallelConfig, values | asdict(world)),
         optimizer=_fill(OptimizerConfig, values), train=_fill(TrainConfig, values),
         checkpoint=_fill(CheckpointConfig, values), data=_fill(DataConfig, values),
         tokenizer=_fill(TokenizerConfig, values), logging=_fill(LoggingConfig, values),

@@ -76,60 +76,6 @@ def _show(field: str, value: Any) -> str:
     return name if value is True else f"{name} {value}"
 
 
-# --- the launcher's environment ---------------------------------------------------------------
-
-def _whole(environ: Mapping[str, str], name: str) -> int | None:
-    text = environ.get(name, "").strip()
-    if not text:
-        return None
-    if not text.isdecimal():
-        raise UsageError(f"environment variable {name}={text!r} is not a whole number", local=True)
-    return int(text)
-
-
-def launch_environment(environ: Mapping[str, str], local_rank_flag: int | None) -> tuple[int, int, int]:
-    """(rank, world size, local rank) of this process.
-
-    Order of trust: RANK, WORLD_SIZE and LOCAL_RANK, as torchrun and the deepspeed
-    launcher set them; else SLURM_PROCID, SLURM_NTASKS and SLURM_LOCALID of a job step of several
-    tasks; else a world of one. ``--local_rank`` only fills in for a missing LOCAL_RANK.
-    """
-    rank, world = _whole(environ, "RANK"), _whole(environ, "WORLD_SIZE")
-    local = _whole(environ, "LOCAL_RANK")
-    slurm_rank, slurm_world = _whole(environ, "SLURM_PROCID"), _whole(environ, "SLURM_NTASKS") or 1
-    origin = "RANK", "WORLD_SIZE"
-    if rank is None and world is None:
-        rank, world = 0, 1
-        if slurm_world > 1 and slurm_rank is not None:
-            rank, world, origin = slurm_rank, slurm_world, ("SLURM_PROCID", "SLURM_NTASKS")
-    elif rank is None and world == 1:
-        rank = 0
-    elif rank is None or world is None:
-        names = origin if world is None else origin[::-1]
-        raise UsageError(f"environment variable {names[0]} is set to {environ[names[0]]} but {names[1]} is not; "
-                         "a launcher sets both", local=True)
-    elif slurm_world == world > 1 and slurm_rank not in (None, rank) and not (
-            "TORCHELASTIC_RUN_ID" in environ or "CROSS_RANK" in environ):
-        # torchrun and deepspeed number their processes themselves; a bare srun does it by SLURM_PROCID
-        raise UsageError(f"environment variables RANK={rank} and SLURM_PROCID={slurm_rank} contradict each other "
-                         f"in a world of {world}; unset one of them or make them equal", local=True)
-    if world < 1:
-        raise UsageError(f"{origin[1]}={world} is no world; it counts the processes, from 1", local=True)
-    if rank >= world:
-        raise UsageError(f"{origin[0]}={rank} is outside the world of {origin[1]}={world}; "
-                         f"allowed are 0 to {world - 1}", local=True)
-    if local is not None and local_rank_flag not in (None, local):
-        raise UsageError(f"--local_rank {local_rank_flag} contradicts environment variable LOCAL_RANK={local}; "
-                         "leave the flag out", local=True)
-    for candidate in (local, local_rank_flag, _whole(environ, "SLURM_LOCALID") if world == slurm_world else None):
-        if candidate is not None:
-            return rank, world, candidate
-    if world > 1:  # falling back to 0 would put all ranks of a node on one device
-        raise UsageError(f"environment variable LOCAL_RANK is not set for rank {rank} of {world}; set it or give "
-                         "--local_rank", local=True)
-    return rank, world, 0
-
-
 # --- the rules --------------------------------------------------------------------------------
 
 def check_arguments(values: Values, given: set[str], entry: str) -> dict[str, Any]:

@@ -94,6 +94,14 @@ class ParallelConfig:
     world_size: int = 1
     rank: int = 0
     local_rank: int = 0
+    launcher: str = ""
+    """where the numbers above come from, see megatron.world; empty if not from there"""
+    master_addr: str = ""
+    """where rank 0 listens; empty for MASTER_ADDR of the environment, or this host in a world of one"""
+    master_port: int = 0
+    """0 for MASTER_PORT of the environment, or any in a world of one"""
+    distributed_timeout_minutes: float = 30.0
+    """how long ranks wait for each other, at the start and in every exchange"""
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
     pp_partition_method: str = "type:transformer"

@@ -12,7 +12,8 @@ TINY = ("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16
 
 
 def world(size, rank=0):
-    return {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
+    return {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank),
+            "MASTER_ADDR": "n0", "MASTER_PORT": "29500"}
 
 
 def parse(line=TINY, *, without=(), environ=None, entry="pretrain_gpt"):

@@ -45,7 +45,7 @@ DEFAULTS = {
     "merge-file": None, "vocab-extra-ids": 0, "reset-position-ids": False, "reset-attention-mask": False,
     "loss-normalization": "micro-batch", "eod-mask-loss": False, "deepspeed_config": None, "zero-stage": 1, "allow-fresh-start": False,
     "trust-checkpoint": False, "average-duplicated-parameters": False, "verify-checkpoint": False, "keep-last": None,
-    "async-save": False, "save-delta-only": False, "exit-signal-handler": False, "max-skipped-iterations": None,
+    "async-save": False, "save-delta-only": False, "exit-signal-handler": False, "max-skipped-iterations": None, "distributed-timeout-minutes": 30.0,
 }
 SWITCHED_OFF = {
     "no-query-key-layer-scaling": "query_key_layer_scaling", "no-masked-softmax-fusion": "masked_softmax_fusion",

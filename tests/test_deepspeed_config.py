@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from command_lines import world
 
 from megatron.arguments import parse_arguments
 from megatron.arguments_check import UsageError
@@ -13,7 +14,7 @@ BASE = ("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16
         "--tokenizer-name-or-path t")
 ITERS = "--train-iters 10"
 RAMP = "--train-samples 1000 --rampup-batch-size 8 4 100"
-WORLD = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+WORLD = world(2)
 FP16 = {"enabled": True, "loss_scale": 0, "loss_scale_window": 500, "hysteresis": 2, "min_loss_scale": 1,
         "initial_scale_power": 12}
 OLD = {"train_micro_batch_size_per_gpu": 2, "train_batch_size": 16, "gradient_clipping": 1.0,

@@ -1,4 +1,4 @@
-"""Where a process runs, and the launch lines of old scripts."""
+"""The launch lines of old scripts."""
 
 import json
 
@@ -6,55 +6,6 @@ import pytest
 from command_lines import TINY, parse, refusal, world
 
 from megatron.arguments import accepted_without_effect
-
-# --- who runs where ---------------------------------------------------------------------------
-
-SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}
-
-
-@pytest.mark.parametrize("environ, flags, place", [
-    ({}, "", (0, 1, 0)),
-    ({}, "--local_rank 3", (0, 1, 3)),
-    (world(4, 2), "", (2, 4, 2)),
-    (world(4, 2), "--local_rank 2", (2, 4, 2)),
-    ({"RANK": "3", "WORLD_SIZE": "4"}, "--local-rank=1", (3, 4, 1)),
-    (SLURM, "", (5, 8, 1)),
-    ({"WORLD_SIZE": "1"}, "", (0, 1, 0)),
-    ({"SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, "", (0, 1, 0)),
-    ({"SLURM_NTASKS": "4"}, "", (0, 1, 0)),  # an allocation, but no task of it
-    ({**world(16, 9), "LOCAL_RANK": "1", **SLURM}, "", (9, 16, 1)),  # torchrun, one launcher per node
-    ({**world(8, 2), **SLURM, "TORCHELASTIC_RUN_ID": "none"}, "", (2, 8, 2)),
-    ({"RANK": "5", "WORLD_SIZE": "8", **SLURM}, "", (5, 8, 1)),
-])
-def test_the_launcher_is_believed_in_a_fixed_order(environ, flags, place):
-    s = parse(f"{TINY} {flags}", environ=environ)
-    assert (s.parallel.rank, s.parallel.world_size, s.parallel.local_rank) == place
-
-
-@pytest.mark.parametrize("environ, flags, words", [
-    ({"RANK": "1"}, "", "RANK WORLD_SIZE"),
-    ({"WORLD_SIZE": "2"}, "", "WORLD_SIZE 2 RANK"),
-    ({"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "", "RANK=2 WORLD_SIZE=2"),
-    ({"RANK": "x", "WORLD_SIZE": "2"}, "", "RANK='x'"),
-    ({"RANK": "1", "WORLD_SIZE": "2"}, "", "LOCAL_RANK"),
-    (world(2, 1), "--local_rank 0", "--local_rank 0 LOCAL_RANK=1"),
-    ({**world(8, 2), **SLURM}, "", "RANK=2 SLURM_PROCID=5"),
-])
-def test_a_contradiction_of_launchers_is_reported_by_the_rank_that_sees_it(capsys, environ, flags, words):
-    message = refusal(capsys, f"{TINY} {flags}", environ=environ)
-    assert all(word in message for word in words.split()), message
-
-
-def test_a_fault_of_the_command_line_is_printed_by_rank_zero_only(capsys):
-    assert "--seed" in refusal(capsys, f"{TINY} --seed 0", environ=world(2, 0))
-    assert refusal(capsys, f"{TINY} --seed 0", environ=world(2, 1)) == ""
-    assert refusal(capsys, f"{TINY} --global-batch-size 5", environ=world(2, 1)) == ""
-
-
-def test_a_missing_file_is_printed_by_every_rank(capsys):
-    message = refusal(capsys, f"{TINY} --deepspeed_config /nowhere", environ=world(2, 1))
-    assert "rank 1" in message and "/nowhere" in message
-
 
 # --- launch lines of old scripts --------------------------------------------------------------
 

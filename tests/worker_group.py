@@ -62,8 +62,9 @@ def _serve(rank: int, pipe: Connection, log: str, environment: dict[str, str]) -
     from megatron.initialize import initialize_distributed, shutdown
 
     torch.set_num_threads(1)
-    world = ParallelConfig(world_size=int(environment["WORLD_SIZE"]), rank=rank, local_rank=rank)
-    initialize_distributed(world, timeout_minutes=5)
+    world = ParallelConfig(world_size=int(environment["WORLD_SIZE"]), rank=rank, local_rank=rank,
+                           distributed_timeout_minutes=5)
+    initialize_distributed(world)
     # DeepSpeed collects garbage six times while it builds a bf16 optimizer: not among all that was imported
     gc.freeze()
     pipe.send_bytes(pickle.dumps(("done", None)))

@@ -64,7 +64,8 @@ class Request:
         world = tp * pp * dp
         values = {**self.values, "tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
         settings = settings_from(values, set(self.given), self.entry,
-                                 {"RANK": "0", "WORLD_SIZE": str(world), "LOCAL_RANK": "0"})
+                                 {"RANK": "0", "WORLD_SIZE": str(world), "LOCAL_RANK": "0", "MASTER_ADDR": "none",
+                                  "MASTER_PORT": "1"})
         try:
             padded = padded_vocab_size(self.vocab_size, tp=tp, pad_to=settings.tokenizer.pad_vocab_size_to,
                                        divisible_by=settings.tokenizer.make_vocab_size_divisible_by)

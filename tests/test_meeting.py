@@ -1,0 +1,154 @@
+"""Ranks that meet, and those that cannot: each ends soon, with one sentence and no traceback."""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+import time
+
+import pytest
+from forked import run_ranks
+from launching import ROOT, _environment, free_port
+
+SCRIPT = ROOT / "tests" / "meeting_script.py"
+#: of other launchers, which a session that runs the tests may have
+FOREIGN = re.compile("SLURM_|OMPI_|PMI_|PMIX_|MV2_|MPI_LOCAL|TORCHELASTIC_|CROSS_|GROUP_")
+
+
+def clean(**more: str) -> dict[str, str]:
+    return {name: value for name, value in _environment(DS_ACCELERATOR="cpu").items() if not FOREIGN.match(name)} | more
+
+
+def exported(ranks: int, port: int, addr: str = "127.0.0.1", only: tuple[int, ...] | None = None) -> list[dict[str, str]]:
+    """As torchrun's, without its store; ``only`` these ranks."""
+    return [clean(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), MASTER_ADDR=addr, MASTER_PORT=str(port))
+            for rank in (range(ranks) if only is None else only)]
+
+
+def meet(environments, folder, *flags: str, timeout: float = 60) -> tuple[list[int], str, float]:
+    """Exit codes, all that was printed, seconds."""
+    started = time.monotonic()
+    codes, text = run_ranks(SCRIPT, list(flags), environments, folder, timeout)
+    assert "Traceback" not in text, text
+    return codes, text, time.monotonic() - started
+
+
+def sentences(text: str) -> list[str]:
+    return [line for line in text.splitlines() if re.match(r"all: |rank \d+: |usage: ", line)]
+
+
+def by_slurm(rank: int) -> dict[str, str]:
+    return clean(SLURM_JOB_ID=str(free_port()), SLURM_STEP_ID="0", SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank),
+                 SLURM_STEP_NUM_TASKS="2", SLURM_NTASKS="2", SLURM_STEP_NODELIST="a-node-of-ours")
+
+
+def by_open_mpi(rank: int) -> dict[str, str]:
+    return clean(OMPI_COMM_WORLD_RANK=str(rank), OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_LOCAL_RANK=str(rank),
+                 OMPI_COMM_WORLD_LOCAL_SIZE="2", PMIX_NAMESPACE=f"test-{free_port()}")
+
+
+@pytest.mark.parametrize("of_rank", [by_slurm, by_open_mpi], ids=["srun alone", "mpirun"])
+def test_the_variables_of_one_launcher_are_enough_to_meet(of_rank, tmp_path):
+    """EleutherAI/gpt-neox#849: srun or mpirun on one node, with no variable of torchrun's, address or port."""
+    first = of_rank(0)
+    second = of_rank(1) | {name: first[name] for name in ("SLURM_JOB_ID", "PMIX_NAMESPACE") if name in first}
+    codes, text, _ = meet([first, second], tmp_path)
+    assert codes == [0, 0] and text.count("sum 2") == 2, text
+    assert text.count("2 ranks meet at 127.0.0.1:") == 1
+
+
+@pytest.mark.parametrize("tp", ["1", "2"])
+def test_the_timeout_is_that_of_all_groups_and_ends_a_wait_for_a_rank_that_sleeps(tp, tmp_path):
+    codes, text, seconds = meet(exported(2, free_port()), tmp_path, "--minutes", "0.05", "--day", "sleep", "--tp", tp)
+    assert text.count("'world': 3.0, 'ours': 3.0, \"DeepSpeed's\": 3.0") == 2, text
+    assert codes[0] == 1 and 3 <= seconds < 25, (codes, seconds)
+    said, = [line for line in sentences(text) if line.startswith("rank 0")]
+    assert "waited 0.05 minutes (--distributed-timeout-minutes)" in said and "stuck" in said
+
+
+def test_a_rank_that_is_gone_is_told_apart_from_one_that_is_slow(tmp_path):
+    codes, text, seconds = meet(exported(2, free_port()), tmp_path, "--day", "gone")
+    assert codes == [1, 9] and seconds < 20
+    said, = sentences(text)
+    assert "lost its connection to another rank" in said, text
+
+
+def test_a_missing_rank_is_named_on_all_others(tmp_path):
+    port = free_port()
+    codes, text, seconds = meet(exported(4, port, only=(0, 1, 3)), tmp_path, "--minutes", "0.05")
+    assert codes == [1, 1, 1] and 3 <= seconds < 20, (codes, seconds)
+    said, = sentences(text)  # rank 0 speaks for all
+    for words in ("waited 0.05 minutes", "--distributed-timeout-minutes", f"127.0.0.1:{port}", "3 of 4 came", "missing: rank 2;"):
+        assert words in said, said
+
+
+def test_rank_zero_is_missing(tmp_path):
+    port = free_port()
+    codes, text, seconds = meet(exported(3, port, only=(1, 2)), tmp_path, "--minutes", "0.03")
+    assert codes == [1, 1] and seconds < 15
+    assert len(sentences(text)) == 2
+    for said in sentences(text):
+        assert f"127.0.0.1:{port}" in said and "0.03 minutes" in said and "rank 0 is missing" in said
+
+
+@pytest.fixture
+def taken():
+    """A port on which another program listens, takes connections and says nothing."""
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen(16)
+        kept = []
+        threading.Thread(target=lambda: kept.extend(iter(lambda: listener.accept()[0], None)), daemon=True).start()
+        yield listener.getsockname()[1]
+        for connection in kept:
+            connection.close()
+
+
+def test_a_busy_port_is_named_with_the_remedy_on_all_ranks(taken, tmp_path):
+    """EleutherAI/gpt-neox#849, NVIDIA/mlperf-common#9: torch alone would have rank 1 wait for ever."""
+    codes, text, seconds = meet(exported(2, taken), tmp_path, "--minutes", "0.05")
+    assert codes == [1, 1] and seconds < 20
+    first, second = sentences(text)
+    assert f"listens on port {taken} of this host" in first and "set MASTER_PORT to a free port" in first
+    assert f"127.0.0.1:{taken} is not rank 0 of this job" in second and "set MASTER_PORT to a free port" in second
+
+
+def test_every_rank_takes_itself_for_rank_zero(tmp_path):
+    """EleutherAI/gpt-neox#849: "every rank tries to be master"."""
+    port = free_port()
+    codes, text, _ = meet(exported(2, port, only=(0, 0)), tmp_path, "--minutes", "0.05")
+    assert codes == [1, 1]
+    busy = [line for line in sentences(text) if f"another rank 0 listens on port {port}" in line]
+    missing = [line for line in sentences(text) if "missing: rank 1" in line]
+    assert len(busy) == len(missing) == 1, text
+
+
+def test_two_processes_of_one_number_and_two_jobs_of_one_port(tmp_path):
+    port = free_port()
+    environments = exported(3, port, only=(0, 1, 1)) + exported(4, port, only=(2,))
+    codes, text, _ = meet(environments, tmp_path, "--minutes", "0.05")
+    assert codes == [1] * 4
+    said = sentences(text)
+    assert sum(f"rank 1 has come to 127.0.0.1:{port} already" in line for line in said) == 1, text
+    assert sum("another job meets (3 ranks; this one: 4 ranks)" in line for line in said) == 1, text
+
+
+def test_a_host_that_nobody_knows(tmp_path):
+    codes, text, seconds = meet(exported(2, 29500, addr="no-such-host.invalid"), tmp_path, "--minutes", "0.01")
+    assert codes == [1, 1] and seconds < 15
+    assert len(sentences(text)) == 2
+    for said in sentences(text):
+        assert "name no-such-host.invalid" in said and "no-such-host.invalid:29500" in said and "MASTER_ADDR" in said
+
+
+def test_an_address_that_is_not_that_of_rank_zero(tmp_path):
+    """A documentation address (RFC 5737) leads nowhere."""
+    codes, text, seconds = meet(exported(2, free_port(), addr="192.0.2.1"), tmp_path, "--minutes", "0.02", timeout=90)
+    assert codes == [1, 1] and seconds < 60
+    assert "does not reach itself by the name 192.0.2.1" in text and "MASTER_ADDR to the host of rank 0" in text
+
+
+def test_alone_the_variables_of_other_jobs_do_not_matter(taken, tmp_path):
+    codes, text, _ = meet([clean(MASTER_ADDR="no-such-host.invalid", MASTER_PORT=str(taken))], tmp_path)
+    assert codes == [0], text
