@@ -97,21 +97,24 @@ def test_every_document_is_its_text_in_order(job):
     assert read(job.folder) == ([[list(text.encode())] for text in texts], 8)
 
 
-def test_any_number_of_workers_gives_the_same_bytes(tmp_path):
+@pytest.mark.parametrize("flags, counts", [(["--append-eod"], (0, 1, 3, 64)), (["--append-eod", "--split-sentences"], (0, 1, 2))])
+def test_any_number_of_workers_gives_the_same_bytes(tmp_path, flags, counts):
+    """microsoft/superbenchmark#800: no workers crashed the pool; elsewhere one worker with sentences wrote nothing."""
     tokenizer = write_tokenizer(tmp_path, byte_vocab())
     rng = random.Random(2)
-    texts = ["".join(rng.choices("abcdef ", k=rng.choice([0, 3, 2000]))) for _ in range(300)]
+    texts = ["".join(rng.choices("abcdef ", k=rng.choice([0, 3, 2000]))).strip() for _ in range(300)]
     (tmp_path / "in.jsonl").write_bytes(b"".join(_line({"text": text}) for text in texts))
     made = {}
-    for workers in (0, 1, 3, 64):
+    level = "sentence" if "--split-sentences" in flags else "document"
+    for workers in counts:
         done = subprocess.run([sys.executable, str(ROOT / "tools" / "preprocess_data.py"), "--input", str(tmp_path / "in.jsonl"),
-                               "--output-prefix", str(tmp_path / "out" / f"{workers}"), *tokenizer, "--append-eod",
+                               "--output-prefix", str(tmp_path / "out" / f"{workers}"), *tokenizer, *flags,
                                "--workers", str(workers)], capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 0, done.stderr
-        made[workers] = [(tmp_path / "out" / f"{workers}_text_document{end}").read_bytes() for end in (".bin", ".idx")]
-    documents, _ = read(tmp_path, "0_text_document")
+        made[workers] = [(tmp_path / "out" / f"{workers}_text_{level}{end}").read_bytes() for end in (".bin", ".idx")]
+    documents, _ = read(tmp_path, f"0_text_{level}")
     assert documents == [[[*text.encode(), EOD]] for text in texts if text]
-    assert made[0] == made[1] == made[3] == made[64]
+    assert all(made[workers] == made[0] for workers in counts)
 
 
 @pytest.mark.parametrize("flags, expected", [
@@ -138,10 +141,12 @@ def test_bos_goes_to_the_end_unless_eod_does(tmp_path, job):
     assert read(tmp_path)[0] == [[[97, 98, 258]]]
 
 
-def test_empty_texts_and_blank_lines_are_skipped_counted_and_located(job, capsys):
+@pytest.mark.parametrize("level", ["document", "sentence"])
+def test_empty_texts_and_blank_lines_are_skipped_counted_and_located(job, capsys, level):
+    """NVIDIA/Megatron-LM#62: an empty text on the first line, in the middle and at the end, each to be given an end token."""
     lines = [{"text": ""}, {"text": "a"}, "", {"text": "b"}, {"text": ""}, "  ", {"text": ""}]
-    assert job(lines, "--append-eod", "--prepend-space") == 0
-    assert read(job.folder)[0] == [[[32, 97, EOD]], [[32, 98, EOD]]]
+    assert job(lines, "--append-eod", "--prepend-space", *["--split-sentences"] * (level == "sentence")) == 0
+    assert read(job.folder, f"d_text_{level}")[0] == [[[32, 97, EOD]], [[32, 98, EOD]]]
     said = capsys.readouterr().out
     path = job.folder / "in.jsonl"
     assert f"skipped 3 (empty text): {path}:1, {path}:5, {path}:7" in said
@@ -190,6 +195,7 @@ BROKEN = [
 
 @pytest.mark.parametrize("line, message", BROKEN)
 def test_a_broken_line_ends_the_job_with_file_and_line(job, capsys, line, message):
+    """facebookresearch/lingua#42: a line that is cut, holds two objects, is no object; a blank line before it is none of these."""
     assert job([{"text": "a"}, "", line, {"text": "b"}]) == 1
     said = capsys.readouterr().err
     assert f"{job.folder / 'in.jsonl'}:3 " in said and message in said and said.count("\n") == 1
@@ -197,6 +203,7 @@ def test_a_broken_line_ends_the_job_with_file_and_line(job, capsys, line, messag
 
 
 def test_broken_lines_are_skipped_and_counted_when_asked(job, capsys):
+    """facebookresearch/lingua#42: lines that went missing without a word."""
     lines = [{"text": "a"}, *(line for line, _ in BROKEN), {"text": "b"}]
     assert job(lines, "--skip-invalid") == 0
     assert read(job.folder)[0] == [[[97]], [[98]]]
@@ -206,6 +213,7 @@ def test_broken_lines_are_skipped_and_counted_when_asked(job, capsys):
 
 
 def test_a_broken_line_met_by_a_worker_reaches_the_parent(tmp_path):
+    """facebookresearch/lingua#42: a data process died and the job ended as if all were well."""
     tokenizer = write_tokenizer(tmp_path, byte_vocab())
     (tmp_path / "in.jsonl").write_bytes(b'{"text": "a"}\n' * 1000 + b"{\n" + b'{"text": "a"}\n' * 1000)
     done = subprocess.run([sys.executable, str(ROOT / "tools" / "preprocess_data.py"), "--input", str(tmp_path / "in.jsonl"),
@@ -221,8 +229,9 @@ def test_a_broken_line_met_by_a_worker_reaches_the_parent(tmp_path):
     (b'[{"text": "a"}, {"text": "b"}]\n', ":1 holds an array"), (b'{"text": ""}\n', "gave no document (1 lines); skipped 1"),
     ("a b".encode("utf-16"), ":1 is not UTF-8"),
 ])
-@pytest.mark.parametrize("flags", [[], ["--skip-invalid"]])
+@pytest.mark.parametrize("flags", [[], ["--skip-invalid"], ["--workers", "2"]])
 def test_input_without_a_document_fails_and_leaves_no_file(job, capsys, content, message, flags):
+    """EleutherAI/gpt-neox#552: what the reader did not know gave datasets without documents, and status 0."""
     path = job.folder / "data.jsonl.zst"
     if content == "folder":
         path.mkdir()
@@ -242,6 +251,7 @@ def test_a_failed_job_leaves_an_older_dataset_alone(job):
 
 @pytest.mark.parametrize("size, code", [(65_499, 8), (65_500, 4), (65_536, 4), (65_537, 4), (250_680, 4)])
 def test_the_highest_id_survives_at_the_limits_of_the_dtype(job, size, code):
+    """huggingface/transformers#2825: ids cut to 16 bits."""
     vocab = {"<|endoftext|>": 0, **{f"filler{i}": i for i in range(1, size - 1)}, "z": size - 1}
     (job.folder / "big").mkdir()
     assert job([{"text": "zz"}], tokenizer=write_tokenizer(job.folder / "big", vocab)) == 0
@@ -249,6 +259,7 @@ def test_the_highest_id_survives_at_the_limits_of_the_dtype(job, size, code):
 
 
 def test_added_tokens_count_for_the_dtype(job):
+    """huggingface/transformers#2825, where added tokens lie behind the last id that 16 bits were chosen for."""
     from tokenizers import AddedToken, Tokenizer, models
 
     vocab = {f"filler{i}": i for i in range(65_498)} | {"z": 65_498}
@@ -299,6 +310,7 @@ def start_job_with(folder, patch, lines, workers=2):
 
 
 def test_a_killed_worker_ends_the_job_within_seconds_and_leaves_nothing(tmp_path):
+    """microsoft/superbenchmark#800 and others: the pool waits for ever, or half of the files stay."""
     process = start_job_with(tmp_path, """
         def encode_line(line, *rest):
             if b"poison" in line:
