@@ -100,6 +100,7 @@ def test_both_paths_give_identical_sample_rows_on_larger_cases(helpers):
 
 
 def test_streams_beyond_2_to_the_32_tokens_do_not_wrap(force_numpy):
+    """NVIDIA/Megatron-LM#1672, for positions in the stream of tokens."""
     sizes = np.array([2**31 - 1, 2**31 - 2, 2**31 - 1], np.int32)
     rows = build_sample_idx(sizes, np.array([2, 1, 0], np.int32), 2**31, 2, force_numpy=force_numpy)
     assert rows.tolist() == [[0, 0], [1, 1], [2, 2**32 - (2**32 - 3)]]
@@ -203,6 +204,7 @@ def test_the_last_epoch_is_separate_below_95_percent_of_its_samples():
 
 
 def test_a_last_epoch_that_needs_one_sample_more_than_it_holds_alone_is_just_full():
+    """NVIDIA/Megatron-LM#176: "last epoch number of samples exceeded max value"."""
     # 14 tokens, rows of 5: one epoch holds 2 samples, two hold 5, so the second gives 3
     plan = plan_epochs(14, 5, 5)
     assert plan.num_epochs == 2 and plan.num_samples == 5 and not plan.separate_last_epoch

@@ -9,6 +9,7 @@ import struct
 import numpy as np
 import pytest
 
+from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, best_dtype, byte_offsets
 
 DOCUMENTS = [[5, 6, 7], [1], [2, 3, 4, 65499]]
@@ -86,6 +87,7 @@ def test_random_documents_come_back_in_any_integer_type(tmp_path):
     ],
 )
 def test_the_token_type_follows_the_largest_id(tmp_path, vocab, dtype):
+    """huggingface/transformers#2825: ids cut to 16 bits."""
     assert best_dtype(vocab) == dtype
     highest = (vocab or 2**31) - 1
     data = IndexedDataset(write(tmp_path / "d", [[0, highest]], best_dtype(vocab)))
@@ -107,12 +109,49 @@ def test_a_document_that_is_no_list_of_tokens_is_refused(tmp_path, document):
         write(tmp_path / "d", [[1], document])
 
 
+@pytest.mark.parametrize("dtype, vocab", [(np.uint16, 65_525), (np.uint16, 250_680), (np.int32, 300)])
+def test_the_token_type_is_that_of_the_file_whatever_vocabulary_reads_it(tmp_path, dtype, vocab):
+    """huggingface/transformers#2825, from the reader's side: another writer may have changed to 32 bits elsewhere."""
+    highest = min(vocab, 2**16) - 1
+    data = GPTDataset("t", IndexedDataset(write(tmp_path / "d", [[highest] * 40], dtype)), np.arange(1), 3, 8, 0, cache=False,
+                      vocab_size=vocab)
+    assert best_dtype(vocab) != dtype and data.indexed.dtype == dtype
+    assert data[0]["text"].tolist() == [highest] * 9
+
+
 def test_byte_offsets_are_64_bit_beyond_2_to_the_32():
+    """NVIDIA/Megatron-LM#1672: sizes of 32 bits summed in 32 bits."""
     sizes = np.full(40, 2**30 - 1, np.int32)
     offsets = byte_offsets(sizes, 4)
     assert offsets.dtype == np.int64
     assert offsets.tolist() == [4 * (2**30 - 1) * i for i in range(40)]
     assert byte_offsets(np.zeros(0, np.int32), 4).tolist() == []
+
+
+@pytest.mark.parametrize("write_it", [False, True], ids=["read", "written and read"])
+def test_tokens_beyond_2_to_the_32_bytes_are_found(tmp_path, write_it):
+    """NVIDIA/Megatron-LM#1672, in whole files: a .bin of 6 GB, nearly all of it a hole that takes no room on the disk."""
+    sizes = [2**30 - 1, 5, 2**29, 3]
+    last = 4 * sum(sizes[:3])
+    assert last > 2**32
+    with open(tmp_path / "d.bin", "wb") as file:
+        file.seek(4 * sizes[0])
+        file.write(struct.pack("<5i", *range(5)))
+        file.seek(last)
+        file.write(struct.pack("<3i", 7, 8, 9))
+    (tmp_path / "d.idx").write_bytes(packed_index(4, sizes, 4, range(5)))
+    if write_it:  # the index, as the writer makes it of sizes like these
+        writer = IndexedDatasetWriter(str(tmp_path / "d"), np.int32)
+        writer._sizes.extend(sizes)
+        writer._marks.extend([1, 2, 3, 4])
+        with open(tmp_path / "again", "wb") as file:
+            writer._write_index(file)
+        assert (tmp_path / "again").read_bytes() == (tmp_path / "d.idx").read_bytes()
+    data = IndexedDataset(str(tmp_path / "d"))
+    assert data[1].tolist() == [0, 1, 2, 3, 4] and data[3].tolist() == [7, 8, 9] and data.get(3, 1, 1).tolist() == [8]
+    documents = np.array([3, 1])
+    rows = GPTDataset("t", data, documents, 2, 3, 0, cache=False)
+    assert {int(token) for k in range(2) for token in rows[k]["text"]} <= {0, 1, 2, 3, 4, 7, 8, 9}
 
 
 def test_files_appear_only_when_complete_and_leave_nothing_after_an_exception(tmp_path):
@@ -236,6 +275,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_damage_is_found_at_opening_and_said_with_the_path(tmp_path, kind):
+    """EleutherAI/gpt-neox#1329: an assertion about the format of an index; test_data_ranks.py has several ranks meet it."""
     write(tmp_path / "d")
     assert os.path.getsize(tmp_path / "d.idx") == 34 + 12 * 3 + 8 * 4
     spoil, message = DAMAGE[kind]
