@@ -13,6 +13,7 @@ import torch
 
 from megatron.mpu.context import ParallelContext
 
+_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 Held = tuple[torch.nn.Parameter, torch.Tensor]
 
 
@@ -33,6 +34,14 @@ def held_gradients(optimizer: Any) -> Iterator[Held]:
 
 def _without_padding(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [each for each in gradients if not getattr(each, "_zero_padding", False)]
+
+
+def accumulation_line(engine: Any) -> str:
+    """In which dtypes an engine adds gradients up and steps; read from the engine, not from what it was asked for."""
+    _, over_steps = engine.get_data_types()
+    over_replicas, stepped = engine.communication_data_type, engine.optimizer.optimizer.param_groups[0]["params"][0].dtype
+    return (f"gradients add up over micro-batches in {_NAMES[over_steps]} and over replicas in {_NAMES[over_replicas]}; the optimizer "
+            f"steps in {_NAMES[stepped]}")
 
 
 def watch_decisions(optimizer: Any, decided: Callable[[bool], None]) -> bool:

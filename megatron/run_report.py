@@ -13,6 +13,7 @@ from megatron import bitfit, log_lines
 from megatron.config import Settings
 from megatron.engine import OptimizerFacts, optimizer_facts
 from megatron.flops import operations_needed, tflops_reported
+from megatron.gradients import accumulation_line
 from megatron.memory import SavedBytes, expected_bytes, held_bytes
 from megatron.metrics import peak_memory_bytes
 from megatron.model.pipe import FIRST_BLOCK
@@ -102,13 +103,14 @@ class RunReport:
     # --- at the start -----------------------------------------------------------------------
 
     def at_start(self) -> str:
-        """Weights as they are; gradients and optimizer state as the first step will bring them."""
+        """Weights as they are; gradients and optimizer state as the first step will bring them; the dtypes of sums."""
         optimizer = self._settings.optimizer
         expected = expected_bytes(self._engine, self._settings.model.params_dtype, optimizer.optimizer,
                                   optimizer.sgd_momentum)
         rows = self._gathered((*astuple(expected), held_bytes(self._engine).optimizer))
-        return _table("memory per rank in MiB, expected (activations: see the end of the run)",
-                      ("weights", "gradients", "optimizer state", "held already"), rows)
+        table = _table("memory per rank in MiB, expected (activations: see the end of the run)",
+                       ("weights", "gradients", "optimizer state", "held already"), rows)
+        return f"{table}\n{accumulation_line(self._engine)}"
 
     # --- at the end -------------------------------------------------------------------------
 

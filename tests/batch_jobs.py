@@ -83,19 +83,16 @@ class Batch64(Case):
 
 def summed_gradients(case: Case, base: str) -> dict[str, torch.Tensor]:
     """Name -> gradient, fp32, that the optimizer is given for the first global batch; for one replica alone."""
+    from megatron.gradients import held_gradients, watch_decisions
+
     _, context, _, engine, _ = build_run(case, base)
-    optimizer, seen = engine.optimizer, {}
-    names = {id(param): name for name, param in engine.module.named_parameters()}
-    update = optimizer._update_scale
+    names, seen = {id(param): name for name, param in engine.module.named_parameters()}, {}
 
-    def look(overflow: bool = False) -> None:
-        for group, params in enumerate(optimizer.params_in_partition):
-            for param, gradient in zip(params, optimizer.averaged_gradients[group]):
-                if id(param) in names:
-                    seen[names[id(param)]] = gradient.detach().float().view(param.shape).clone()
-        update(overflow)
+    def look(skipped: bool) -> None:
+        for param, gradient in held_gradients(engine.optimizer):
+            seen[names[id(param)]] = gradient.detach().float().view(param.shape).clone()
 
-    optimizer._update_scale = look  # called when all gradients are there, before they are freed
+    watch_decisions(engine.optimizer, look)
     train_steps(engine, case, context, 0, 1)
     return seen
 

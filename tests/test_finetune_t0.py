@@ -190,6 +190,33 @@ def test_one_gradient_however_rows_are_dealt_out(normalization, job, unequal, wo
             check(per_rank, truth)
 
 
+#: targets of 1 and of 9 tokens, in a row each
+SHORT_AND_LONG = [(words(4), [70]), (words(8, 40), words(9, 60))]
+
+
+def test_a_short_and_a_long_target_weigh_as_documented_in_every_deal(job, tmp_path, worker_group):
+    """bigscience-workshop/Megatron-DeepSpeed#169: means of micro-batches gave the short target as much weight as the long one.
+
+    They still do under the rule of that name, the default for old scripts, with PP and without; under the other
+    rules micro-batches of 1 and 2, PP=2 and DP=2 have one gradient.
+    """
+    folder, flags = job
+    flags = [*flags, "--data-path", write_pairs(tmp_path / "pairs", SHORT_AND_LONG), "--split", "1,0,0", "--global-batch-size",
+             "2", "--train-iters", str(STEPS), "--optimizer", "sgd", "--sgd-momentum", "0", "--lr", str(LR), "--clip-grad", "0",
+             "--eval-iters", "0", *NO_DROPOUT]
+    apart, together = [[pair] for pair in SHORT_AND_LONG], [SHORT_AND_LONG]
+    truth = {(rule, micro): pair_by_pair(folder, groups, rule, steps=STEPS, lr=LR)
+             for rule in ("micro-batch", "global-tokens") for micro, groups in ((1, apart), (2, together))}
+    assert truth["global-tokens", 1]["losses"] == pytest.approx(truth["global-tokens", 2]["losses"], rel=1e-6)
+    assert abs(truth["micro-batch", 1]["losses"][0] - truth["micro-batch", 2]["losses"][0]) > 0.01
+    deals = {1: [{}], 2: [{"pp": 2}]}  # and at micro-batch 1 two replicas
+    for world, grids in deals.items():
+        lines = [(rule, micro, grid) for rule, micro in truth for grid in [*grids, *([{}] if world > micro else [])]]
+        results = worker_group(world).run(runs, *(dealt(flags, rule, micro=micro, **grid) for rule, micro, grid in lines))
+        for per_rank, (rule, micro, _) in zip(zip(*results, strict=True), lines, strict=True):
+            check(per_rank, truth[rule, micro])
+
+
 def test_a_micro_batch_without_target_adds_nothing_to_the_mean_of_micro_batches(job, unequal, worker_group):
     folder, _ = job
     results = worker_group(4).run(runs, dealt(unequal, "micro-batch", micro=1))

@@ -75,6 +75,8 @@ def test_one_process_needs_no_launcher(tmp_path):
     said = run_alone([*small_model_flags(tmp_path), "--train-iters", "2", "--bitfit", "--bf16"])
     assert len(training_lines(said)) == 2
     assert "trainable 768 of" in said
+    # deepspeedai/DeepSpeed#1800: the log says which dtype accumulates
+    assert "gradients add up over micro-batches in fp32 and over replicas in fp32; the optimizer steps in fp32" in said
 
 
 def test_without_local_rank_each_rank_uses_the_device_of_its_own(tmp_path):
