@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import re
 import socket
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from megatron.config import ParallelConfig
+from megatron.config import ParallelConfig, Settings
 from megatron.errors import RunError, SharedRunError
 from megatron.meeting import meet
 from megatron.mpu.context import ParallelContext, build_context
@@ -155,6 +156,21 @@ def overdue(error: BaseException, parallel: ParallelConfig) -> str | None:
         return (f"rank {parallel.rank} lost its connection to another rank in an exchange; that rank has ended, and its log "
                 "says why")
     return None
+
+
+def tells_overdue(job: Callable) -> Callable:
+    """Have ``job(settings, ...)`` raise what ``overdue`` says of an error as a RunError."""
+
+    @functools.wraps(job)
+    def told(settings: Settings, *args: Any, **named: Any) -> Any:
+        try:
+            return job(settings, *args, **named)
+        except RuntimeError as error:
+            if sentence := overdue(error, settings.parallel):
+                raise RunError(sentence) from error
+            raise
+
+    return told
 
 
 def check_precision(dtype: str) -> None:

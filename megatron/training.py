@@ -32,7 +32,7 @@ from megatron.deepspeed_config import zero_stage_notice
 from megatron.engine import build_engine, build_model
 from megatron.errors import RunError, SharedRunError
 from megatron.flops import gigaflos, tflops_reported
-from megatron.initialize import agree, check_precision, initialize_distributed, shutdown
+from megatron.initialize import agree, check_precision, initialize_distributed, shutdown, tells_overdue
 from megatron.metrics import LossWindow, Timers, params_norm
 from megatron.model.loss import GlobalWeight
 from megatron.mpu.context import ParallelContext
@@ -91,6 +91,7 @@ class Run:
             print(text, flush=True)
 
 
+@tells_overdue
 def pretrain(settings: Settings, task: Task, *, peers: Peers | None = None, signals: Signals | None = None) -> int:
     """Run one job from parsed settings to its last log line, on every rank. Returns the exit code.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 import threading
@@ -10,10 +11,17 @@ import time
 import pytest
 from forked import run_ranks
 from launching import ROOT, _environment, free_port
+from tiny_data import small_model_flags
 
 SCRIPT = ROOT / "tests" / "meeting_script.py"
 #: of other launchers, which a session that runs the tests may have
 FOREIGN = re.compile("SLURM_|OMPI_|PMI_|PMIX_|MV2_|MPI_LOCAL|TORCHELASTIC_|CROSS_|GROUP_")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm(tmp_path_factory):
+    """What is measured below is no import: the server of warm processes is there before."""
+    assert meet([clean()], tmp_path_factory.mktemp("warm"), timeout=180)[0] == [0]
 
 
 def clean(**more: str) -> dict[str, str]:
@@ -58,7 +66,7 @@ def test_the_variables_of_one_launcher_are_enough_to_meet(of_rank, tmp_path):
     assert text.count("2 ranks meet at 127.0.0.1:") == 1
 
 
-@pytest.mark.parametrize("tp", ["1", "2"])
+@pytest.mark.parametrize("tp", ["1", pytest.param("2", marks=pytest.mark.slow)])
 def test_the_timeout_is_that_of_all_groups_and_ends_a_wait_for_a_rank_that_sleeps(tp, tmp_path):
     codes, text, seconds = meet(exported(2, free_port()), tmp_path, "--minutes", "0.05", "--day", "sleep", "--tp", tp)
     assert text.count("'world': 3.0, 'ours': 3.0, \"DeepSpeed's\": 3.0") == 2, text
@@ -72,6 +80,20 @@ def test_a_rank_that_is_gone_is_told_apart_from_one_that_is_slow(tmp_path):
     assert codes == [1, 9] and seconds < 20
     said, = sentences(text)
     assert "lost its connection to another rank" in said, text
+
+
+def test_a_job_waits_for_a_rank_that_sleeps_as_long_as_the_flag_says(tmp_path):
+    environments = exported(2, free_port())
+    environments[1]["BAD_DAY"] = json.dumps({"after": 1, "sleep": 60})
+    flags = [*small_model_flags(tmp_path), "--train-iters", "3", "--pipeline-model-parallel-size", "2",
+             "--distributed-timeout-minutes", "0.1"]
+    started = time.monotonic()
+    codes, text = run_ranks(ROOT / "tests" / "stop_script.py", flags, environments, tmp_path, 60)
+    assert codes == [1, 1] and time.monotonic() - started < 45, text
+    assert "Traceback" not in text
+    said, = [line for line in text.splitlines() if line.startswith("error on rank 0")]
+    assert "waited 0.1 minutes (--distributed-timeout-minutes)" in said
+    assert text.strip().splitlines()[-1].startswith("rank 1 ends too: the first error was on rank 0"), text
 
 
 def test_a_missing_rank_is_named_on_all_others(tmp_path):
