@@ -64,8 +64,9 @@ class _Parser(argparse.ArgumentParser):
 class _Refuse(argparse.Action):
     """The action of a flag this program cannot honour: an error naming flag, value and remedy."""
 
-    def __init__(self, *args: Any, neutral: tuple[str, ...] = (), why: str = "", **more: Any) -> None:
-        super().__init__(*args, nargs="*", **more)
+    def __init__(self, option_strings: Sequence[str], dest: str, *, neutral: tuple[str, ...] = (), why: str = "",
+                 **more: Any) -> None:
+        super().__init__(option_strings, dest, nargs="*", **more)
         self.neutral, self.why = neutral, why
 
     def __call__(self, parser, namespace, values, option_string=None) -> None:
@@ -94,19 +95,19 @@ def _add(group: argparse._ArgumentGroup, flag: Flag, entry: str) -> None:
                            metavar="VALUE")
         return
     shown = flag.help if flag.no_effect else _help(flag)
-    # choices and --bitfit-bias-terms say themselves what is allowed instead of nothing
-    kind = text if flag.kind is str and not (flag.choices or flag.empty or flag.no_effect) else flag.kind
     names = (flag.name, *flag.aliases)
     if flag.kind is None:
         group.add_argument(*names, dest=flag.field, action="store_const", const=not flag.negative,
                            default=flag.default, help=shown)
         return
+    # choices and --bitfit-bias-terms say themselves what is allowed instead of nothing
+    kind = text if flag.kind is str and not (flag.choices or flag.empty or flag.no_effect) else flag.kind
     metavar = None if flag.choices else _METAVARS.get(flag.kind, "TEXT")
     group.add_argument(*names, dest=flag.field, type=kind, default=flag.default, help=shown, metavar=metavar,
                        choices=flag.choices, required=flag.required, nargs=("*" if flag.empty else "+") if flag.many else None)
 
 
-def build_parser(entry: str = "pretrain_gpt") -> argparse.ArgumentParser:
+def build_parser(entry: str = "pretrain_gpt") -> _Parser:
     """The grouped parser of ``entry`` (pretrain_gpt or finetune_t0); knows types, not rules between flags."""
     if entry not in ENTRIES:
         raise ValueError(f"entry {entry!r} is not one of {', '.join(ENTRIES)}")
@@ -122,7 +123,7 @@ def build_parser(entry: str = "pretrain_gpt") -> argparse.ArgumentParser:
             else:
                 absent.append(flag)
     for title, table in (("accepted for old scripts, without effect here", NO_EFFECT),
-                         ("refused with an error", absent)):
+                         ("refused with an error", tuple(absent))):
         group = parser.add_argument_group(title)
         for flag in table:
             _add(group, flag, entry)

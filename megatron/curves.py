@@ -165,7 +165,8 @@ th:first-child { text-align: left; font-weight: normal; }
 
 
 def _colours(runs: int) -> str:
-    light, dark = [], []
+    light: list[str] = []
+    dark: list[str] = []
     for index in range(runs):
         dash = DASHES[index // len(COLOURS) % len(DASHES)]
         for rules, colour in zip((light, dark), COLOURS[index % len(COLOURS)], strict=True):

@@ -149,7 +149,7 @@ def held_bytes(engine) -> HeldBytes:
     found = list(tensors_within(engine.optimizer, "optimizer"))
     for path, tensor in sorted(found, key=lambda pair: "grad" not in pair[0]):
         count("gradients" if "grad" in path else "optimizer", tensor)
-    totals = Counter()
+    totals: Counter[str] = Counter()
     for kind, size in kinds.values():
         totals[kind] += size
     return HeldBytes(**{kind: totals[kind] for kind in ("weights", "gradients", "optimizer")})

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe import schedule
@@ -48,8 +49,8 @@ class StepPhases:
         """called once, when the next step has all its gradients and none is reduced yet"""
         self._interval = dict.fromkeys(PHASES, 0.0)
         self._started: float | None = None
-        self._marks: list[tuple[str, object, object]] = []
-        self._spare: list = []
+        self._marks: list[tuple[str, Any, Any]] = []  # phase, start, stop: seconds, or events of the accelerator
+        self._spare: list[Any] = []
         self._events = get_accelerator().device_name() != "cpu"
         engine._INSTRUCTION_MAP = {instruction: self._timed(function, _OF_INSTRUCTION.get(instruction, "rest"))
                                    for instruction, function in engine._INSTRUCTION_MAP.items()}
@@ -62,6 +63,7 @@ class StepPhases:
     def end(self) -> None:
         """After ``train_batch``; waits for the accelerator."""
         get_accelerator().synchronize()
+        assert self._started is not None, "end without begin"
         total = time.perf_counter() - self._started
         self._started = None
         step = dict.fromkeys(PHASES, 0.0)

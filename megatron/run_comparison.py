@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from megatron.errors import RunError
 from megatron.run_logs import Point, RunLog
@@ -25,7 +26,7 @@ class Row:
     """One figure of all runs."""
 
     title: str
-    values: list[Figure]
+    values: Sequence[Figure]
     """one per run; None is unknown"""
     text: Callable[[float], str]
     """of a value in the table"""
@@ -51,9 +52,11 @@ class Comparison:
 
 def ratio(value: Figure, base: Figure) -> float | None:
     """value / base for finite numbers and a base other than zero, else None."""
-    if not all(isinstance(number, (int, float)) and math.isfinite(number) for number in (value, base)) or not base:
-        return None
-    return value / base
+    return value / base if _is_finite(value) and _is_finite(base) and base else None
+
+
+def _is_finite(value: Figure) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 # --- single values ----------------------------------------------------------------------------
@@ -66,8 +69,9 @@ def tflops(run: RunLog, point: Point) -> float | None:
     model.
     """
     flop, ranks = run.facts.get(_FLOP), run.facts.get("ranks")
-    known = [value for value in (flop, ranks, point.batch, point.seconds) if isinstance(value, (int, float))]
-    if len(known) < 4 or not ranks or not point.seconds:
+    if not isinstance(flop, (int, float)) or not isinstance(ranks, (int, float)) or point.batch is None:
+        return point.tflops
+    if not ranks or not point.seconds:
         return point.tflops
     return flop * point.batch / point.seconds / ranks / 1e12
 
@@ -208,7 +212,7 @@ def compare(runs: list[RunLog], names: list[str], *, warmup: int, at: list[int] 
         both = sorted(set.intersection(*reported))
         rows = min(rows, len(both))
         at = [both[round(i * (len(both) - 1) / max(rows - 1, 1))] for i in range(rows)]
-    elif unknown := sorted(set(at) - set.union(*reported)):
+    elif unknown := sorted(set(at) - set[int]().union(*reported)):
         raise RunError(f"--at {unknown[0]} is an iteration that no run reports")
     return Comparison(names, warmup, sorted(shared), _overall(runs, timed, bool(shared)) + _by_iteration(runs, at))
 
@@ -225,7 +229,7 @@ def _ratio_text(value: float | None) -> str:
 def _text(row: Row, value: Figure) -> str:
     if value is None:
         return "-"
-    return row.text(value) if isinstance(value, (int, float)) and math.isfinite(value) else str(value)
+    return row.text(value) if _is_finite(value) else str(value)
 
 
 def cells(comparison: Comparison) -> list[tuple[str, ...]]:

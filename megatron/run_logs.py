@@ -160,7 +160,8 @@ def _folder_starts(folder: Path) -> list[Start]:
         with file.open("rb"):  # an unreadable file is an OSError here; the accumulator only logs it
             pass
         events = EventAccumulator(str(file), size_guidance={"scalars": 0}, purge_orphaned_data=False).Reload()
-        present, steps = events.Tags()["scalars"], {}
+        present = events.Tags()["scalars"]
+        steps: dict[int, dict[str, float]] = {}
         for tag, name in TAGS.items():
             for event in events.Scalars(tag) if tag in present else ():
                 steps.setdefault(event.step, {})[name] = event.value

@@ -44,6 +44,7 @@ class TensorBoardWriter:
 
     def _scalar(self, name: str, value: float, axes: Mapping[str, float]) -> None:
         """One curve per axis; the key of ``axes`` is appended to the name."""
+        assert self._writer is not None, "every method returns at once where nothing is written"
         for suffix, x in axes.items():
             self._writer.add_scalar(name + suffix, value, int(x))
 
@@ -80,10 +81,10 @@ class TensorBoardWriter:
             self._scalar("learning-rate/learning-rate", facts.learning_rate, both)
         if logging.log_batch_size_to_tensorboard:
             self._scalar("batch-size/batch-size", facts.global_batch_size, samples)
-        optional = {"lm-loss-training/lm loss": (facts.loss, {**both, GIGAFLOS: gigaflos}),
-                    "grad-norm/grad-norm": (facts.grad_norm, both),
-                    "num-zeros/num-zeros": (facts.num_zeros, both),
-                    "params-norm/params-norm": (facts.params_norm, both)}
+        optional: dict[str, tuple[float | None, Mapping[str, float]]] = {
+            "lm-loss-training/lm loss": (facts.loss, {**both, GIGAFLOS: gigaflos}),
+            "grad-norm/grad-norm": (facts.grad_norm, both), "num-zeros/num-zeros": (facts.num_zeros, both),
+            "params-norm/params-norm": (facts.params_norm, both)}
         if logging.log_loss_scale_to_tensorboard:
             optional["loss-scale/loss-scale"] = (facts.loss_scale, both)
         for name, (value, axes) in optional.items():

@@ -181,6 +181,8 @@ def test_deepspeed_steps_it_by_the_global_batch(tmp_path, monkeypatch):
 
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
+    # compiled where it is missing, and waited for without end where a killed compiler left its lock
+    monkeypatch.setitem(deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm", False)
     started = not dist.is_initialized()
     if started:
         dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)

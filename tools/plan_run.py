@@ -30,8 +30,9 @@ WAYS = {"full": (False, False), "full, recomputed": (False, True),
 def answer(request: Request) -> Answer:
     """The plan. Raises UsageError when no grid is possible."""
     _check_gpus(request)
-    if request.tp and request.pp:
-        request.settings(*_given_grid(request))  # what is wrong is said of the grid that was meant
+    given = _given_grid(request)
+    if given:
+        request.settings(*given)  # what is wrong is said of the grid that was meant
     elif request.pp:
         request.settings(1, request.pp)  # more stages than layers: said as a launch says it
     degrees = request.by_degree()
@@ -46,9 +47,8 @@ def answer(request: Request) -> Answer:
 
     smallest = {name: search(name, pp=request.pp) for name in WAYS}
     why = note = ""
-    if request.tp and request.pp:
-        grid = _given_grid(request)
-    else:
+    grid = given
+    if grid is None:
         note = _batch_note(request, base)
         grid = search(asked, pp=request.pp, world=request.gpus) if request.gpus else smallest[asked]
         if grid is None:
@@ -75,7 +75,10 @@ def _check_gpus(request: Request) -> None:
         raise UsageError(f"{' x '.join(given)}{f' = {least}' if len(given) > 1 else ''} does not divide --gpus {request.gpus}")
 
 
-def _given_grid(request: Request) -> Grid:
+def _given_grid(request: Request) -> Grid | None:
+    """The grid that the flags name; None where the plan may choose."""
+    if not (request.tp and request.pp):
+        return None
     least = request.tp * request.pp
     return request.tp, request.pp, (request.gpus or least) // least
 

@@ -42,6 +42,7 @@ class BroadcastRows:
         rows = torch.full(self.shape, _FAILED, dtype=torch.int64)
         if self.context.tp_rank == 0:
             try:
+                assert self.source is not None, "TP rank 0 reads"
                 rows = next(self.source)["text"].to(torch.int64).reshape(self.shape)
             except StopIteration:
                 error = RunError("the data ended before the run did")

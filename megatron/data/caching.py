@@ -104,7 +104,8 @@ def cached_arrays(stem: str, expected: Mapping[str, Expected],
 
     def load() -> dict[str, np.ndarray] | None:
         found = {key: _load(paths[key], *expected[key]) for key in expected}
-        return None if any(array is None for array in found.values()) else found
+        usable = {key: array for key, array in found.items() if array is not None}
+        return usable if len(usable) == len(found) else None
 
     found = load()
     if found is not None:

@@ -17,7 +17,7 @@ import numpy as np
 try:
     from megatron.data import helpers
 except ImportError:
-    helpers = None
+    helpers = None  # type: ignore[assignment]  # not built; used only where HAVE_HELPERS
 
 logger = logging.getLogger(__name__)
 

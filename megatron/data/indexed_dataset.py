@@ -31,7 +31,7 @@ IMPLEMENTATIONS = ("infer", "mmap", "cached", "lazy")
 
 #: dtype of each code. Code 7 is float64 in files of the BigScience trainers and float32 in
 #: NVIDIA's; a reader tells them apart by the size of .bin. Text only ever uses 4 and 8.
-DTYPES = {1: np.dtype("u1"), 2: np.dtype("i1"), 3: np.dtype("<i2"), 4: np.dtype("<i4"), 5: np.dtype("<i8"),
+DTYPES: dict[int, np.dtype] = {1: np.dtype("u1"), 2: np.dtype("i1"), 3: np.dtype("<i2"), 4: np.dtype("<i4"), 5: np.dtype("<i8"),
           6: np.dtype("<f8"), 7: np.dtype("<f8"), 8: np.dtype("<u2")}
 WRITABLE = {dtype: code for code, dtype in DTYPES.items() if dtype.kind in "iu"}
 
@@ -82,8 +82,8 @@ class IndexedDataset:
         if warmup:
             for path in (self._index_path, self._bin_path):
                 _read_through(path)
-        index = memoryview(_map(self._index_path))
-        self._tokens = memoryview(_map(self._bin_path))
+        index = _map(self._index_path).data
+        self._tokens = _map(self._bin_path).data
         legacy = bytes(index[:8]) == LEGACY_MAGIC
         if not legacy and bytes(index[:9]) != MAGIC:
             raise self._damaged(f"begins with {bytes(index[:9])!r}, which is not the magic of a token index")
@@ -211,11 +211,10 @@ class IndexedDatasetWriter:
     """
 
     def __init__(self, prefix: str, dtype: np.dtype | type | str) -> None:
-        dtype = np.dtype(dtype).newbyteorder("<")
-        if dtype not in WRITABLE:
-            raise ValueError(f"{prefix}: tokens cannot be written as {dtype}; allowed are "
+        self.prefix, self.dtype = prefix, np.dtype(dtype).newbyteorder("<")
+        if self.dtype not in WRITABLE:
+            raise ValueError(f"{prefix}: tokens cannot be written as {self.dtype}; allowed are "
                              f"{', '.join(str(each) for each in WRITABLE)}")
-        self.prefix, self.dtype = prefix, dtype
         self._sizes, self._marks = array("i"), array("q", [0])
         self._complete = False
 

@@ -25,8 +25,10 @@ def build_loader(dataset: Dataset, *, batch_size: int, dp_rank: int, dp_size: in
     """
     sampler = build_sampler(kind, len(dataset), batch_size=batch_size, dp_rank=dp_rank, dp_size=dp_size,
                             consumed_samples=consumed_samples, cycle=cycle or kind == "cyclic")
-    return iter(DataLoader(dataset, batch_sampler=sampler, num_workers=num_workers, worker_init_fn=worker_start,
-                           generator=torch.Generator().manual_seed(seed), pin_memory=_has_device()))
+    return iter(DataLoader(
+        dataset,  # type: ignore[arg-type]  # numbered items are all it needs, no class of torch's
+        batch_sampler=sampler, num_workers=num_workers, worker_init_fn=worker_start,
+        generator=torch.Generator().manual_seed(seed), pin_memory=_has_device()))
 
 
 def _has_device() -> bool:

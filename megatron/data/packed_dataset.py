@@ -77,7 +77,7 @@ class PackedDataset:
 
         digest = hashlib.sha256(repr((1, seq_length, seed, num_samples, overlong)).encode())
         for array in (documents, inputs, targets):
-            digest.update(np.ascontiguousarray(array, "<i8"))
+            digest.update(np.ascontiguousarray(array, "<i8").data)
         #: hex digest of all that the rows depend on; equal on ranks that read the same samples
         self.index_hash = digest.hexdigest()[:12]
         if cache:
@@ -86,14 +86,14 @@ class PackedDataset:
                     f"{self.index_hash}_decoder_packed")
             expected = {"batch_idx": (np.dtype(np.int64), (None, 2)), "shuffle_idx": (np.dtype(np.int64), (None,))}
             arrays = cached_arrays(stem, expected, build)
+            if len(arrays["batch_idx"]) <= num_samples or arrays["batch_idx"][-1, 1] >= len(arrays["shuffle_idx"]):
+                raise ValueError(f"{what}: its index files do not belong together; delete {stem}_*.npy")
         else:
             arrays = build()
         #: int64[rows, 2]: row k holds the pairs shuffle_idx[start:end]
         self.rows = arrays["batch_idx"]
         #: int64: numbers of pairs, epoch behind epoch
         self.shuffle_idx = arrays["shuffle_idx"]
-        if len(self.rows) <= num_samples or self.rows[-1, 1] >= len(self.shuffle_idx):
-            raise ValueError(f"{what}: its index files do not belong together; delete {stem}_*.npy")
 
     def _fitted(self, inputs: np.ndarray, targets: np.ndarray, overlong: str) -> np.ndarray:
         """Tokens of each pair as it will lie in a row; still too many for one that is left out."""

@@ -27,7 +27,7 @@ class BatchSizeSchedule:
         self.per_step = train.micro_batch_size * data_parallel_size
         self.start, self.increment, self.ramp_samples = self.final, 0, 0
         if train.rampup_batch_size is not None:
-            self._check_ramp(train)
+            self._check_ramp(train, *train.rampup_batch_size)
             self.start, self.increment, self.ramp_samples = train.rampup_batch_size
         for flag, size in (("--global-batch-size", self.final), ("the start of --rampup-batch-size", self.start),
                            ("the increment of --rampup-batch-size", self.increment)):
@@ -37,8 +37,7 @@ class BatchSizeSchedule:
                     f"data-parallel size {data_parallel_size} = {self.per_step}")
 
     @staticmethod
-    def _check_ramp(train: TrainConfig) -> None:
-        start, increment, samples = train.rampup_batch_size
+    def _check_ramp(train: TrainConfig, start: int, increment: int, samples: int) -> None:
         given = f"--rampup-batch-size {start} {increment} {samples}"
         if train.train_samples is None:
             raise ScheduleError(f"{given} needs a run counted in samples: give --train-samples, not --train-iters")

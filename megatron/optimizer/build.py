@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from deepspeed.accelerator import get_accelerator
 
@@ -40,7 +42,7 @@ def build_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.op
     rate = config.lr if config.lr is not None else 0.0
     if config.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=rate, momentum=config.sgd_momentum)
-    constants = {"lr": rate, "betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
+    constants: dict[str, Any] = {"lr": rate, "betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
     on_cpu = get_accelerator().device_name() == "cpu"
     fused_adam = None if on_cpu else nvidia_fused_adam()
     if fused_adam is not None:

@@ -154,6 +154,7 @@ def build_schedule(config: OptimizerConfig, train: TrainConfig, optimizer, train
         raise ScheduleError("--lr is missing: training needs a learning rate")
     if config.lr_decay_tokens is not None and seq_length is None:
         raise ScheduleError("--lr-decay-tokens needs the sequence length (--seq-length)")
+    warmup: float
     if train.train_samples is not None:
         decay = config.lr_decay_samples if config.lr_decay_samples is not None else train.train_samples
         warmup = config.lr_warmup_samples

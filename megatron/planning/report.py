@@ -35,7 +35,7 @@ class Answer:
     """which DP the global batch allows; empty if all"""
 
 
-def size(number: int) -> str:
+def size(number: float) -> str:
     """Bytes for people, in powers of 1024."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if number < 1024 or unit == "TiB":

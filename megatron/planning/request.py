@@ -99,7 +99,7 @@ def plan_parser() -> argparse.ArgumentParser:
     for action in parser._actions:  # said by read_request instead, with what else there is
         if action.dest in _SHAPE | _ONE:
             action.required = False
-            action.help = action.help.replace("(required)", "(default: 1)" if action.dest in _ONE else
+            action.help = (action.help or "").replace("(required)", "(default: 1)" if action.dest in _ONE else
                                               "(required without --preset)")
         elif action.dest == "seq_length":
             action.help = "tokens per sample; required without --preset"

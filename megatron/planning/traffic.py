@@ -68,7 +68,7 @@ def rank_traffic(settings: Settings, cut: Sequence[Stage], stage: Stage, tp_rank
     tokens = settings.train.micro_batch_size * model.seq_length
     hidden = tokens * model.hidden_size * width
     mine = held(stage, tp, settings.optimizer, tp_rank)
-    found = {}
+    found: dict[str, int] = {}
     if dp > 1:
         reduced = sum(mine.padded(dp)) if model.params_dtype == "bf16" else mine.trained
         found |= {"dp_gradients": reduced * gradient_width, "dp_weights": sum(mine.padded(dp)) * width}
