@@ -108,6 +108,7 @@ def test_a_token_changes_no_logit_before_it(kind):
 @pytest.mark.parametrize("explicit", [False, True])
 @pytest.mark.parametrize("kind", ["alibi", "rotary"])
 def test_documents_of_one_row_do_not_see_each_other(kind, explicit):
+    """NVIDIA/Megatron-LM#2357: attention across the documents of a row."""
     settings = config(position_embedding_type=kind, reset_attention_mask=True,
                       masked_softmax_fusion=not explicit)
     model = build(settings).eval()

@@ -51,6 +51,7 @@ def test_6_3_1_is_drawn_in_the_known_order_and_counts_up_in_each_dataset():
     ],
 )
 def test_no_weights_run_past_an_end_and_every_share_is_within_one_sample(lengths, weights):
+    """NVIDIA/Megatron-LM#705: an IndexError in extreme cases."""
     data = blend(lengths, weights)
     assert len(data) == sum(length for length, weight in zip(lengths, weights) if weight)
     drawn = [data[k]["from"] for k in range(len(data))]  # no IndexError
@@ -88,6 +89,7 @@ def test_each_dataset_gets_half_a_percent_more_rounded_up():
 
 @pytest.mark.parametrize("weights", [[], [-1, 2], [0, 0], [math.inf, 1], [math.nan, 1]])
 def test_weights_without_meaning_are_refused(weights):
+    """NVIDIA/Megatron-LM#705: a weight below zero is none."""
     for act in (normalised, lambda each: blend([3] * len(each), each)):
         with pytest.raises(ValueError, match="weights"):
             act(weights)

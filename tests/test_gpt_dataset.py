@@ -10,7 +10,7 @@ import pytest
 
 from megatron.config import DataConfig
 from megatron.data import caching, gpt_dataset
-from megatron.data.gpt_dataset import GPTDataset, build_datasets
+from megatron.data.gpt_dataset import Datasets, GPTDataset, build_datasets
 from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron.data.splits import parse_weighted_groups
 from megatron.errors import RunError
@@ -83,6 +83,7 @@ def test_rows_outside_the_dataset_are_refused(tmp_path):
 
 @pytest.mark.parametrize("extra", [-1, 0, 1, 16])
 def test_a_dataset_about_as_long_as_one_row_is_covered_evenly(tmp_path, caplog, extra):
+    # NVIDIA/Megatron-LM#176: an assertion about the last epoch
     # tokens = seq - 1, seq, seq + 1 and 2 seq, as one document: no shuffle of documents mixes the epochs
     seq_length, tokens = 16, 16 + extra
     data = GPTDataset(
@@ -96,6 +97,7 @@ def test_a_dataset_about_as_long_as_one_row_is_covered_evenly(tmp_path, caplog, 
 
 
 def test_documents_without_tokens_are_refused_with_the_numbers(tmp_path):
+    """NVIDIA/Megatron-LM#176: tokens needed and found are said."""
     indexed = IndexedDataset(write(tmp_path / "d", []))
     with pytest.raises(ValueError, match="need 81 tokens, found 0") as error:
         GPTDataset("train", indexed, np.arange(0), 10, 8, 0)
@@ -332,7 +334,23 @@ def test_a_range_without_documents_is_refused(tmp_path):
         build_datasets(DataConfig(valid_groups=groups), **WANTED)
 
 
+@pytest.mark.parametrize("size_of_a", [400, 9], ids=["equal sets", "one sample"])
+@pytest.mark.parametrize("weights", [(0.001, 0.999), (0.999, 0.001), (0, 1), (1, 0)])
+def test_extreme_weights_read_every_sample_and_keep_their_shares(tmp_path, weights, size_of_a):
+    """NVIDIA/Megatron-LM#705: an IndexError for a weight so small or large that a share ran past the end of its dataset."""
+    a, b = write(tmp_path / "a", [size_of_a]), write(tmp_path / "b", [400], first=1000)
+    data_path = (str(weights[0]), a, str(weights[1]), b)
+    train = build_datasets(DataConfig(data_path=data_path, split="1"), **{**WANTED, "train_samples": 300}).train
+    assert len(train) >= 300
+    of_a = np.cumsum([train[k]["text"][0] < 1000 for k in range(len(train))])
+    assert np.abs(of_a - weights[0] * np.arange(1, len(train) + 1)).max() <= 1
+    for _, prefix, weight in zip("ab", (a, b), weights):
+        said = Datasets(train=train).facts()["training"]
+        assert (f"% of {prefix}" in said) == (weight > 0)
+
+
 def test_a_blend_leaves_out_weight_zero_and_sets_without_documents(tmp_path, caplog):
+    """NVIDIA/Megatron-LM#705: what weights mean."""
     a, b, c = (
         write(tmp_path / name, [10] * n, first)
         for name, n, first in [("a", 20, 0), ("b", 20, 1000), ("c", 1, 5000)]

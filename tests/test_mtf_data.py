@@ -95,6 +95,7 @@ def test_packing_equals_a_slow_reading_of_the_rules_on_random_sizes(monkeypatch,
 
 
 def test_every_epoch_sees_every_pair_once():
+    """bigscience-workshop/Megatron-DeepSpeed#293: a last row that is not full goes on into the next epoch, and is not lost."""
     sizes = np.random.default_rng(3).integers(2, 30, 50)
     order, rows = pack(sizes, 32, 200, 7)
     epochs = order.reshape(-1, 50)
@@ -119,18 +120,19 @@ def test_a_million_pairs_are_packed_within_seconds():
 
 
 def test_rows_of_hand_made_packs_token_by_token(tmp_path):
-    pairs = [([11, 12, 13], [21, EOD]), ([14, 15], [22, 23, EOD]), ([16], [EOD])]
-    data = packed(write(tmp_path / "p", pairs), seq_length=12)  # 5 + 5 + 2 tokens, and one of padding
+    # bigscience-workshop/Megatron-DeepSpeed#293: one end token, that of the target; nothing else between pairs
+    pairs = [([11, 12, 13], [21, EOD]), ([14, 15], [22, 23, EOD]), ([16, 17, 18], [24, 25, EOD])]
+    data = packed(write(tmp_path / "p", pairs), seq_length=16)  # 5 + 5 + 6 tokens, and one of padding
     order = np.arange(3)
     np.random.RandomState(0).shuffle(order)
     assert order.tolist() == [2, 1, 0] and data.numbers(0).tolist() == [2, 1, 0]
     parts = data.parts(0)
-    assert parts["decoder_token_ids"].tolist() == [16, EOD, 14, 15, 22, 23, EOD, 11, 12, 13, 21, EOD, 0]
-    assert parts["decoder_segment_ids"].tolist() == [1, 1, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 0]
-    assert parts["decoder_is_inputs"].astype(int).tolist() == [1, 0, 1, 1, 0, 0, 0, 1, 1, 1, 0, 0, 0]
+    assert parts["decoder_token_ids"].tolist() == [16, 17, 18, 24, 25, EOD, 14, 15, 22, 23, EOD, 11, 12, 13, 21, EOD, 0]
+    assert parts["decoder_segment_ids"].tolist() == [1] * 6 + [2] * 5 + [3] * 5 + [0]
+    assert parts["decoder_is_inputs"].astype(int).tolist() == [1, 1, 1, 0, 0, 0, 1, 1, 0, 0, 0, 1, 1, 1, 0, 0, 0]
     assert {key: part.dtype for key, part in parts.items()} == {
         "decoder_token_ids": np.int64, "decoder_segment_ids": np.int64, "decoder_is_inputs": bool}
-    assert data[0]["text"].dtype == np.int64 and data[0]["text"][1] == EOD + (2 << 32)
+    assert data[0]["text"].dtype == np.int64 and data[0]["text"][5] == EOD + (2 << 32)
 
 
 def test_an_exact_fit_has_no_padding_and_the_two_sides_may_differ_in_dtype(tmp_path):
@@ -171,6 +173,7 @@ def test_rows_equal_those_made_of_the_pairs_by_hand(tmp_path):
 OVERLONG = [(12, 5), (12, 6), (20, 3), (3, 17), (2, 16), (4, 4)]  # rows of 17 tokens
 
 
+# alibaba/Pai-Megatron-Patch#636: long pairs were left out, but records without tokens stayed, and the count was wrong
 def test_overlong_pairs_are_dropped_and_counted(tmp_path, caplog):
     prefix = write(tmp_path / "p", counted(OVERLONG))
     data = packed(prefix, samples=20)
@@ -211,6 +214,7 @@ def test_without_a_usable_pair_the_build_fails_at_once(tmp_path, documents, mess
     assert not [name for name in os.listdir(tmp_path) if name.endswith(".npy")]
 
 
+# alibaba/Pai-Megatron-Patch#636: records without tokens; elsewhere a side with one more or one less shifted all behind it
 def test_sides_out_of_step_or_without_tokens_are_refused(tmp_path):
     prefix = write(tmp_path / "p", counted([(2, 2)] * 3))
     with IndexedDatasetWriter(f"{prefix}_inputs_document", np.int32) as writer:
@@ -354,6 +358,7 @@ def entries(tokens=TOKENS, segments=SEGMENTS, is_input=IS_INPUT):
     return torch.tensor(tokens) + ((2 * torch.tensor(segments) + torch.tensor(is_input)) << 32)
 
 
+# fla-org/flash-linear-attention#1217: the last token of a sample was trained to predict the first one of the next
 def test_a_batch_of_a_hand_made_row(tmp_path):
     batch = mtf_batch(entries()[None], DataConfig(), pad=PAD)
     assert batch.tokens.tolist() == [TOKENS[:12] + [PAD]]
@@ -366,6 +371,7 @@ def test_a_batch_of_a_hand_made_row(tmp_path):
     assert batch.loss_mask.dtype == torch.float32
 
 
+# fla-org/flash-linear-attention#1217, where the next sample begins with a target
 def test_nothing_is_predicted_across_the_border_of_two_pairs():
     row = entries([7, 8, 8, 8], [1, 1, 2, 2], [1, 0, 0, 0])[None]  # a second pair without inputs
     assert mtf_batch(row, DataConfig()).loss_mask.tolist() == [[1, 0, 1]]
@@ -454,9 +460,11 @@ def test_the_batch_function_needs_neither_padding_nor_end_token():
 # --- through the model ---
 
 
+# NVIDIA/Megatron-LM#2357: pairs of one row saw each other
+@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("kind", ["alibi", "rotary"])
-def test_the_loss_of_a_packed_row_is_that_of_its_pairs_alone(kind):
-    settings = small_model.config(position_embedding_type=kind, reset_attention_mask=True, seq_length=13)
+def test_the_loss_of_a_packed_row_is_that_of_its_pairs_alone(kind, fused):
+    settings = small_model.config(position_embedding_type=kind, reset_attention_mask=True, seq_length=13, masked_softmax_fusion=fused)
     model = small_model.build(settings)
     loss_of = loss_function(settings, small_model.ALONE)
     spans = [(0, 5), (5, 7), (7, 12)]

@@ -6,6 +6,7 @@ import random
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
@@ -16,6 +17,7 @@ from test_preprocess import EOD, byte_vocab, outputs, read, write_tokenizer
 from megatron.data import indexed_dataset
 from megatron.data.indexed_dataset import IndexedDatasetWriter
 from megatron.data.mtf_dataset import PairedDataset
+from megatron.data.packed_dataset import PackedDataset
 from megatron.tokenizer.encode import EncodeOptions, Skipped, encode_line
 
 BOTH = ("--json-keys", "inputs", "targets")
@@ -50,6 +52,7 @@ def sides(folder):
 
 
 def test_one_pass_makes_both_sides_and_ends_targets_only(job, capsys):
+    """bigscience-workshop/Megatron-DeepSpeed#293: one end token, behind the target only."""
     lines = [line for line, _ in LINES]
     assert job(lines, *BOTH, "--append-eod", "--prepend-space") == 0
     inputs, targets = sides(job.folder)
@@ -64,6 +67,33 @@ def test_one_pass_makes_both_sides_and_ends_targets_only(job, capsys):
     assert outputs(job.folder) == [f"d_{side}_document.{end}" for side in ("inputs", "targets") for end in ("bin", "idx")]
     assert [[part.tolist() for part in pair] for pair in PairedDataset(str(job.folder / "out" / "d"))] == [
         list(pair) for pair in zip(inputs, targets)]
+
+
+@pytest.mark.parametrize("overlong, cut", [("drop", {}), ("truncate-inputs", {"b": 14, "g": 12})])
+def test_from_lines_to_rows_every_pair_is_kept_cut_or_dropped_and_counted(job, capsys, caplog, overlong, cut):
+    """alibaba/Pai-Megatron-Patch#636: records of long pairs stayed, empty; the count was wrong, and pairs got out of step."""
+    # letters of inputs, of targets and their end token, and whether they fit into the 17 tokens of a row
+    sizes = {"a": (3, 4, 1), "b": (20, 2, 0), "c": (2, 20, 0), "d": (9, 6, 1), "e": (10, 6, 1), "f": (5, 0, None), "g": (13, 4, 0),
+             "h": (0, 5, None)}
+    lines = [{"inputs": key * inputs, "targets": key.upper() * targets} for key, (inputs, targets, _) in sizes.items()]
+    assert job(lines, *BOTH, "--append-eod") == 0
+    path = job.folder / "in.jsonl"
+    said = capsys.readouterr().out
+    assert f"skipped 2 (empty text): {path}:6, {path}:8" in said and "6 documents from 8 lines" in said
+    pairs = PairedDataset(str(job.folder / "out" / "d"))
+    rows = PackedDataset("train", pairs, np.arange(len(pairs)), 20, 16, 0, overlong=overlong, cache=False)
+    assert f"3 of 6 pairs of {pairs.prefix} have more than the 17 tokens of a row, up to 23; cut: {len(cut)}, dropped: {3 - len(cut)}" in caplog.text
+    kept = {key: cut.get(key, inputs) for key, (inputs, _, fits) in sizes.items() if fits or key in cut}
+    seen = set()
+    for k in range(len(rows)):
+        parts = rows.parts(k)
+        tokens, segments = parts["decoder_token_ids"].tolist(), parts["decoder_segment_ids"]
+        for segment in range(1, segments.max() + 1):
+            whole = [token for token, own in zip(tokens, segments) if own == segment]
+            key = chr(whole[0])
+            assert whole == [*(key * kept[key] + key.upper() * sizes[key][1]).encode(), EOD]
+            seen.add(key)
+    assert seen == set(kept)
 
 
 def test_two_passes_with_the_old_flags_give_the_same_bytes(job, capsys):
