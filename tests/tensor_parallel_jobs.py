@@ -1,0 +1,63 @@
+"""Jobs that look at copies and logits over tensor-parallel ranks."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from small_model import ALONE, VOCAB, batch, build
+from small_runs import Case, build_run, local_tensors, train_steps
+from topology_jobs import _state
+
+from megatron.config import ModelConfig
+from megatron.mpu.context import ParallelContext
+
+#: position whose token is changed
+CHANGED = 9
+
+
+def copies_after(case: Case, base: str) -> dict:
+    """Train; whatever this rank holds of replicated parameters: {(name, part): tensor}, and norms."""
+    _, context, _, engine, _ = build_run(case, base)
+    before = local_tensors(engine)
+    _, norms = train_steps(engine, case, context, 0, case.steps)
+    copies = {(name, "weight"): tensor for name, (tensor, tag, _) in local_tensors(engine).items() if tag.dim is None}
+    copies |= {(name, part): value for name, (values, tag, _) in _state(engine).items() if tag.dim is None
+               for part, value in values.items()}
+    moved = {name for (name, part), value in copies.items() if part == "weight" and not torch.equal(value, before[name][0])}
+    return {"copies": copies, "norms": norms, "moved": moved}
+
+
+def two_batches() -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids [3, LENGTH], and the same with another token at position CHANGED."""
+    tokens, _, _ = batch(rows=3)
+    other = tokens.clone()
+    other[:, CHANGED] = (other[:, CHANGED] + 1) % VOCAB
+    return tokens, other
+
+
+def logits_of(settings: ModelConfig, bias: float | None, context: ParallelContext = ALONE) -> list[torch.Tensor]:
+    """Whole logits [3, LENGTH, V] of both batches; ``bias`` fills those of all row-parallel layers."""
+    model = build(settings, context).eval()
+    logits = []
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if bias is not None and name.endswith(("self_attention.dense.bias", "mlp.dense_4h_to_h.bias")):
+                param.fill_(bias)
+        for tokens in two_batches():
+            mine = model(tokens).contiguous()
+            shares = [torch.empty_like(mine) for _ in range(context.tp_size)]
+            if context.tp_size > 1:
+                dist.all_gather(shares, mine, group=context.tp_group)
+            logits.append(torch.cat(shares, -1) if context.tp_size > 1 else mine)
+    return logits
+
+
+def logits_over_tp(runs: list[tuple[ModelConfig, float | None, int]]) -> list[list[torch.Tensor]]:
+    """``logits_of`` at the TP degree of each run, on the first ranks of the world."""
+    rank, seen = dist.get_rank(), []
+    groups = {size: dist.new_group(list(range(size))) for size in sorted({size for _, _, size in runs})}
+    for settings, bias, size in runs:
+        if rank < size:
+            context = ParallelContext(tp_size=size, tp_rank=rank, tp_group=groups[size], tp_ranks=tuple(range(size)))
+            seen.append(logits_of(settings, bias, context))
+    return seen
