@@ -209,7 +209,7 @@ def _with_vocabulary(run: Run):
     except (OSError, ValueError, RunError) as error:
         problem = f"tokenizer: {error}"
     agree(run.context, problem)
-    run.say(log_lines.padded_vocab_line(tokenizer.vocab_size, padded))
+    run.say(f"{tokenizer.describe()}\n{log_lines.padded_vocab_line(tokenizer.vocab_size, padded)}")
     model = dataclasses.replace(run.settings.model, vocab_size=tokenizer.vocab_size,
                                 padded_vocab_size=padded)
     run.settings = dataclasses.replace(run.settings, model=model)
