@@ -12,6 +12,7 @@ from megatron.mpu.context import ParallelContext
 
 @pytest.mark.parametrize("heads", [4, 6, 7, 12, 112])
 def test_alibi_slopes_follow_the_paper(heads):
+    """bigscience-workshop/Megatron-DeepSpeed#227: each TP rank has the slopes of its own heads."""
     power = 1
     while 2 * power <= heads:
         power *= 2

@@ -16,9 +16,10 @@ def base(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_nothing_for_frozen_parameters(dtype, base, worker_group):
-    case = Case(pp=2, dp=2, bitfit=True, dtype=dtype, optimizer="adam", lr=1e-3)
+@pytest.mark.parametrize("dtype, stage", [("fp32", 1), ("bf16", 1), ("bf16", 0), ("fp16", 1)])
+def test_nothing_for_frozen_parameters(dtype, stage, base, worker_group):
+    """deepspeedai/DeepSpeed#8029: masters and buffers for frozen weights, with bf16 and stage 0."""
+    case = Case(pp=2, dp=2, bitfit=True, dtype=dtype, zero_stage=stage, optimizer="adam", lr=1e-3)
     for result in worker_group(4).run(audit_run, case, base, 3):
         trained, held, expected = result["trained"], result["held"], result["expected"]
         assert result["frozen_bytes"] > 10 * result["trained_bytes"]

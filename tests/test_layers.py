@@ -253,6 +253,7 @@ def failures():
     return tp_world.run_checks(CHECKS)
 
 
+# huggingface/text-generation-inference#1036: row_bias_added_once. pytorch/torchtitan#4332: pair_of_linears, frozen_weights
 @pytest.mark.parametrize("check", CHECKS)
 def test_two_ranks_equal_one(failures, check):
     assert check not in failures, failures[check]

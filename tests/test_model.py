@@ -330,6 +330,7 @@ def failures():
     return tp_world.run_checks(CHECKS)
 
 
+# bigscience-workshop/Megatron-DeepSpeed#276: tp_dropout looks at the streams that dropout draws from
 @pytest.mark.parametrize("check", CHECKS)
 def test_two_ranks_equal_one(failures, check):
     assert check not in failures, failures[check]

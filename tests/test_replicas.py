@@ -163,6 +163,7 @@ OWNERS = {"parameter": (1, 3), (ROW, "fp32 master"): (3,), (NORM_WEIGHT, "exp_av
 
 @pytest.mark.parametrize("dtype, dp", [("fp32", 1), ("bf16", 2)])
 def test_each_spoiled_element_is_named_and_repaired_bit_for_bit(worker_group, base, dtype, dp):
+    """PaddlePaddle/Paddle#50676: copies that are equal by logic alone drift where a kernel is not exact."""
     case = dataclasses.replace(CASE, dtype=dtype, dp=dp)
     results = worker_group(case.world).run(faulty_run, case, base, FAULTS)
     truth = worker_group(case.world).run(undisturbed_run, case, base)
@@ -256,6 +257,7 @@ def test_names_know_no_pipeline():
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [[], ["--bitfit"]], ids=["full", "bitfit"])
 def test_nothing_drifts_in_500_clipped_bf16_steps_with_dropout_and_loader_workers(tmp_path, kind):
+    """PaddlePaddle/Paddle#50676: a long run is checked every 50 steps."""
     flags = [*small_model_flags(tmp_path), *kind, "--bf16", "--train-iters", "500", "--log-interval", "50",
              "--clip-grad", "1e-3", "--global-batch-size", "4", "--hidden-dropout", "0.1", "--attention-dropout", "0.1", "--num-workers", "2",
              "--tensor-model-parallel-size", "2", "--check-tp-duplicated-parameters", "50",

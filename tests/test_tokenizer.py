@@ -13,7 +13,7 @@ import regex
 
 from megatron.config import TokenizerConfig
 from megatron.errors import RunError
-from megatron.tokenizer import MissingToken, build_tokenizer, gpt2_bpe
+from megatron.tokenizer import MissingToken, build_tokenizer, segments
 from megatron.tokenizer.padding import padded_vocab_size
 from megatron.tokenizer.sentences import split_sentences
 
@@ -160,10 +160,39 @@ def test_a_long_text_is_cut_only_where_words_begin(trained):
     text = " ".join(["a     b \n   c", *TEXTS] * 4)
     whole = ours.tokenize(text)
     for size in (1, 2, 3, 7, 50):
-        pieces = list(gpt2_bpe._segments(text, size))
+        pieces = list(segments.segments(text, size))
         assert "".join(pieces) == text and len(pieces) > 20
         assert [word for piece in pieces for word in PATTERN.findall(piece)] == PATTERN.findall(text)
         assert [i for piece in pieces for i in ours.tokenize(piece)] == whole
+
+
+def test_a_long_text_is_cut_for_other_tokenizers_only_where_that_changes_nothing(trained, tmp_path, monkeypatch):
+    """The pattern of BLOOM with an added token that holds a space; then tokenizers that may not be cut."""
+    from tokenizers import Regex, normalizers, pre_tokenizers, processors
+    from tokenizers import Tokenizer as Library
+
+    bloom = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(r" ?[^(\s|[.,!?…。，、।۔،])]+"), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    ends = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    changes = {"bloom": {"pre_tokenizer": bloom}, "gpt2": {}, "begins": {"post_processor": ends},
+               "normalized": {"normalizer": normalizers.Replace(Regex("^."), "")},
+               "whole": {"pre_tokenizer": pre_tokenizers.Metaspace()}, "prefix": {"pre_tokenizer": pre_tokenizers.ByteLevel()}}
+    text = " ".join(["two words here and two words there, with 12 345 numbers", *TEXTS] * 6)
+    for name, parts in changes.items():
+        library = Library.from_file(str(trained / "tokenizer.json"))
+        library.add_tokens(["two words"])
+        for part, value in parts.items():
+            setattr(library, part, value)
+        library.save(str(tmp_path / f"{name}.json"))
+        ours, encoded = build_tokenizer(hf_config(tmp_path / f"{name}.json")), []
+        expected, encode = ours._encode(text), ours._encode
+        monkeypatch.setattr(ours, "_encode", lambda part, encode=encode, encoded=encoded: encoded.append(part) or encode(part))
+        for size in (1, 7, 50, 400):
+            monkeypatch.setattr(segments, "SEGMENT", size)
+            encoded.clear()
+            assert ours.tokenize(text) == expected, (name, size)
+            assert (len(encoded) > 10) == (name in ("bloom", "gpt2")), name
 
 
 def test_size_is_the_highest_id_plus_one_with_holes_and_added_tokens(tmp_path, trained):
@@ -286,6 +315,7 @@ def test_importing_the_interface_loads_no_library():
     (129, 1, 128, 256), (201, 3, 1, 201), (1, 8, 128, 1024),
 ])
 def test_padding_reaches_the_next_multiple(size, tp, by, expected):
+    """NVIDIA/Megatron-LM#1754: a multiple of 1 still divides by TP."""
     assert padded_vocab_size(size, tp=tp, divisible_by=by, pad_to=None) == expected
     brute = next(n for n in range(size, size + by * tp + 1) if n % (by * tp) == 0)
     assert brute == expected
