@@ -75,6 +75,9 @@ def test_one_process_needs_no_launcher(tmp_path):
     said = run_alone([*small_model_flags(tmp_path), "--train-iters", "2", "--bitfit", "--bf16"])
     assert len(training_lines(said)) == 2
     assert "trainable 768 of" in said
+    # deepspeedai/DeepSpeed#8029: what trains, and its 12 bytes an element (master and two moments), are both printed
+    assert facts(said)["trainable parameters"] == 768
+    assert 12 * 768 <= facts(said)["optimizer state bytes (all ranks)"] <= 12 * (768 + 64)
     # deepspeedai/DeepSpeed#1800: the log says which dtype accumulates
     assert "gradients add up over micro-batches in fp32 and over replicas in fp32; the optimizer steps in fp32" in said
 
