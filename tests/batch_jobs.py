@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from unittest import mock
 
+import resume_jobs
 import small_runs
 import torch
 from small_runs import Case, build_run, global_batch, local_tensors, split_rows, train_steps
@@ -97,20 +98,72 @@ def summed_gradients(case: Case, base: str) -> dict[str, torch.Tensor]:
     return seen
 
 
+# --- loss scale -------------------------------------------------------------------------------
+
+
+def loss_scales(case: Case, base: str, folder: str, steps: int, stop: int) -> tuple[list, list]:
+    """What ``steps`` fp16 updates in one go saw, and what they saw when stopped after ``stop`` and resumed.
+
+    Of each: loss, whether it was skipped, the loss scale and where it is in its window.
+    """
+    from megatron.checkpoint import save
+    from megatron.checkpoint.progress import Progress
+
+    def seen(engine, context, first: int, count: int) -> list:
+        told = []
+        for step in range(first, first + count):
+            before = engine.skipped_steps
+            losses, _ = train_steps(engine, case, context, step, 1)
+            scaler = engine.optimizer.loss_scaler
+            told.append((losses[0], engine.skipped_steps > before, scaler.cur_scale, scaler.cur_iter - scaler.last_overflow_iter,
+                         scaler.cur_hysteresis))
+        return told
+
+    with changed({}, {}, {"loss_scale_window": 3}):
+        _, context, _, engine, _ = build_run(case, base)
+        whole = seen(engine, context, 0, steps)
+        settings, context, streams, engine, _ = build_run(dataclasses.replace(case, save=folder), base)
+        parts = seen(engine, context, 0, stop)
+        save.save(engine, settings, context, Progress(iteration=stop, consumed_train_samples=stop * case.global_batch), streams)
+        context, engine, _, progress, _ = resume_jobs.resumed(case, folder)
+        return whole, parts + seen(engine, context, progress.iteration, steps - stop)
+
+
+def refused_in_fp16(flags: list[str]) -> str:
+    """The sentence that ends a whole run of these flags in fp16, which this machine is made to compute in."""
+    import torch.distributed as dist
+    from deepspeed.accelerator import get_accelerator
+
+    import pretrain_gpt
+    from megatron import training
+    from megatron.arguments import parse_arguments
+    from megatron.errors import SharedRunError
+
+    get_accelerator().is_fp16_supported = lambda: True
+    task = training.Task(datasets=pretrain_gpt.datasets, batch=pretrain_gpt.batch)
+    with mock.patch.object(training, "shutdown", dist.barrier):
+        try:
+            training.pretrain(parse_arguments([*flags, "--fp16"]), task)
+        except SharedRunError as error:
+            return str(error)
+    return ""
+
+
 # --- activations ------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def changed(model: dict, parallel: dict) -> Iterator[None]:
-    """Inside, every case has these settings of the model and of the grid."""
+def changed(model: dict, parallel: dict, optimizer: dict | None = None) -> Iterator[None]:
+    """Inside, every case has these settings of the model, of the grid and of the optimizer."""
     real = small_runs.settings_of
 
     def settings_of(case: Case, rank: int = 0):
         settings = real(case, rank)
         return dataclasses.replace(settings, model=dataclasses.replace(settings.model, **model),
-                                   parallel=dataclasses.replace(settings.parallel, **parallel))
+                                   parallel=dataclasses.replace(settings.parallel, **parallel),
+                                   optimizer=dataclasses.replace(settings.optimizer, **optimizer or {}))
 
-    with mock.patch.object(small_runs, "settings_of", settings_of):
+    with mock.patch.object(small_runs, "settings_of", settings_of), mock.patch.object(resume_jobs, "settings_of", settings_of):
         yield
 
 

@@ -8,9 +8,10 @@ import sys
 import pytest
 import torch
 from launching import ROOT, facts, launch, run_alone, torchrun, training_lines
-from tiny_data import small_model_flags
+from tiny_data import small_model_flags, write_tokenizer
 
 from megatron.checkpoint import files
+from megatron.data.indexed_dataset import IndexedDataset
 
 GRID = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
 #: what two runs that should be one must share in each training line
@@ -51,7 +52,9 @@ def test_two_launches_that_differ_in_bitfit_alone(nodes, job):
     assert facts(bitfit)["optimizer state bytes (all ranks)"] < facts(full)["optimizer state bytes (all ranks)"] / 20
 
 
-def test_bitfit_learns_saves_and_resumes_without_edited_flags(job, tmp_path):
+def test_bitfit_learns_saves_and_resumes_without_edited_flags(job, tmp_path, monkeypatch):
+    """deepspeedai/DeepSpeed#943: no accelerator, and no compiler on the path."""
+    monkeypatch.setenv("PATH", "/nonexistent")
     folder, flags = job
     run = str(tmp_path / "run")
     flags = [*flags, *NO_DROPOUT, "--bitfit", "--load", str(folder / "base"), "--save", run,
@@ -69,6 +72,37 @@ def test_bitfit_learns_saves_and_resumes_without_edited_flags(job, tmp_path):
                 assert torch.equal(tensor, before[name]), f"{name} in {path.name} is frozen but moved"
             elif name != "self_attention.query_key_value.bias":
                 assert not torch.equal(tensor, before[name]), f"{name} in {path.name} did not train"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [[], ["--bf16"]], ids=["fp32", "bf16"])
+def test_torchrun_needs_neither_accelerator_nor_compiler(dtype, tmp_path, monkeypatch):
+    """deepspeedai/DeepSpeed#943: 3 steps, save and resume by one line at TP=2, PP=2."""
+    monkeypatch.setenv("PATH", "/nonexistent")
+    flags = [*small_model_flags(tmp_path), *GRID, "--bitfit", *dtype, "--train-iters", "6", "--exit-interval", "3",
+             "--save", str(tmp_path / "run"), "--save-interval", "3"]
+    lines = training_lines(torchrun(flags)) + training_lines(torchrun(flags))
+    assert [line["iteration"] for line in lines] == list(range(1, 7))
+    whole = training_lines(torchrun([*flags, "--save", str(tmp_path / "whole"), "--exit-interval", "6"]))
+    assert [{key: line[key] for key in KEPT} for line in whole] == [{key: line[key] for key in KEPT} for line in lines]
+
+
+def test_tools_need_neither_accelerator_nor_compiler(job, tmp_path, monkeypatch):
+    """deepspeedai/DeepSpeed#943: preprocessing, and conversion of a checkpoint."""
+    monkeypatch.setenv("PATH", "/nonexistent")
+    folder, _ = job
+    text = [f"number {number}" for number in range(9)]
+    (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "{line}"}}\n' for line in text))
+    run_alone(["--input", str(tmp_path / "text.jsonl"), "--output-prefix", str(tmp_path / "text"), "--workers", "1",
+               "--dataset-impl", "mmap", "--append-eod", *write_tokenizer(tmp_path)], script="tools/preprocess_data.py")
+    indexed = IndexedDataset(str(tmp_path / "text_text_document"))
+    assert [bytes(indexed.get(i)[:-1].astype("uint8")).decode() for i in range(len(indexed))] == text
+    run_alone(["reshape", "--load", str(folder / "base"), "--save", str(tmp_path / "one"), "--target-tp", "1"],
+              script="tools/convert_checkpoint.py")
+    whole, = (tmp_path / "one").rglob("layer_03-model_00-model_states.pt")
+    name = "mlp.dense_h_to_4h.weight"  # cut along its first dimension
+    shares = [files.read(folder / "base" / "global_step12" / f"layer_03-model_0{tp}-model_states.pt")[name] for tp in (0, 1)]
+    assert torch.equal(files.read(whole)[name], torch.cat(shares))
 
 
 def test_one_process_needs_no_launcher(tmp_path):

@@ -1,7 +1,11 @@
 """What the loop does around the steps: ramp, discarded data, evaluation, stops, curves."""
 
+import re
+
 import pytest
+from batch_jobs import loss_scales, refused_in_fp16
 from launching import facts, run_alone, training_lines
+from small_runs import Case, write_base
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_data import small_model_flags, write_documents
 
@@ -25,17 +29,19 @@ def flags(tmp_path):
 
 
 def test_a_batch_ramp_follows_its_formula_and_goes_on_after_a_stop(flags, tmp_path):
-    ramp = [*without(flags, "--lr-decay-style"), "--train-samples", "96", "--rampup-batch-size", "2", "2", "36",
+    """deepspeedai/DeepSpeedExamples#418, deepspeedai/DeepSpeed#2798: 4 to 16 by 4, stopped on the way up."""
+    ramp = [*without(flags, "--lr-decay-style", "--global-batch-size"), "--global-batch-size", "16", "--train-samples", "96",
+            "--rampup-batch-size", "4", "4", "36",
             "--lr-warmup-samples", "20", "--eval-iters", "0", "--save-interval", "100"]
     whole = training_lines(run_alone([*ramp, "--save", str(tmp_path / "whole")]))
     parts = [*ramp, "--load", str(tmp_path / "parts"), "--save", str(tmp_path / "parts")]
     halves = training_lines(run_alone([*parts, "--exit-interval", "5", "--allow-fresh-start"]))
-    assert halves[-1]["iteration"] == 5 and halves[-1]["global_batch_size"] < 8
+    assert halves[-1]["iteration"] == 5 and halves[-1]["global_batch_size"] < 16
     halves += training_lines(run_alone(parts))
     consumed = 0
     for line in whole:
-        size = 8 if consumed > 36 else 2 + int(consumed / (36 / 3)) * 2
-        assert line["global_batch_size"] == min(size, 8)
+        size = 16 if consumed > 36 else min(16, 4 + int(consumed / (36 / 3)) * 4)
+        assert line["global_batch_size"] == size
         consumed += size
         assert line["consumed_samples"] == consumed
         rate = 1e-2 * (consumed / 20 if consumed <= 20 else 1 - (consumed - 20) / (96 - 20))
@@ -122,6 +128,24 @@ def test_evaluation_alone_reads_the_checkpoint_and_trains_nothing(flags, tmp_pat
     line = next(line for line in trained.splitlines() if line.startswith("valid loss at the end"))
     value = line.split("lm loss value: ")[1].split()[0]
     assert f"lm loss value: {value}" in said
+
+
+def test_overflow_at_the_lowest_loss_scale_ends_a_run_with_the_way_out(flags, worker_group):
+    """deepspeedai/DeepSpeedExamples#418: "Current loss scale already at minimum" says nothing of what to do. Weights explode here."""
+    said, = worker_group(1).run(refused_in_fp16, [
+        *without(flags, "--lr"), "--lr", "1e4", "--train-iters", "30", "--initial-loss-scale", "4", "--hysteresis", "1"])
+    assert re.match(r"iteration \d+: gradients overflow even at the lowest loss scale \(--min-loss-scale\); train with --bf16", said)
+
+
+def test_the_loss_scale_and_its_window_survive_a_stop(tmp_path, worker_group):
+    """deepspeedai/DeepSpeedExamples#418: batches that overflow, a scale that comes down and grows again, a stop in its window."""
+    case = Case(bitfit=True, dtype="fp16", optimizer="adam", lr=1e-3, initial_scale_power=22)
+    write_base(str(tmp_path / "base"), case)
+    (whole, parts), = worker_group(1).run(loss_scales, case, str(tmp_path / "base"), str(tmp_path / "run"), 14, 9)
+    assert whole == parts
+    skipped, scales = [told[1] for told in whole], [told[2] for told in whole]
+    assert skipped[0] and not all(skipped) and max(scales[9:]) > min(scales), "down, and up again"
+    assert whole[8][3] % 3 != 0, "stopped inside a window"
 
 
 def test_a_kill_switch_file_saves_and_ends_the_run(flags, tmp_path):

@@ -2,12 +2,16 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
+from finetune_jobs import write_pairs
 
 from megatron.config import DataConfig
 from megatron.data.batch import gpt_batch
 from megatron.data.loaders import build_loader
+from megatron.data.mtf_dataset import PairedDataset
+from megatron.data.packed_dataset import PackedDataset
 from megatron.data.samplers import build_sampler
 
 
@@ -42,6 +46,7 @@ def test_cyclic_shuffles_each_rank_within_its_own_bucket_seeded_by_the_pass():
 @pytest.mark.parametrize("kind", ["single", "cyclic"])
 @pytest.mark.parametrize("total, batch, dp", [(10, 2, 3), (13, 2, 3), (24, 2, 3), (7, 1, 1)])
 def test_a_resume_anywhere_reads_what_the_unbroken_run_reads(kind, total, batch, dp):
+    """NVIDIA-NeMo/Megatron-Bridge#4565"""
     chunk = batch * dp
     count = 3 * (total // chunk)
     unbroken = per_rank(kind, total, batch, dp, cycle=True, count=count)
@@ -50,8 +55,47 @@ def test_a_resume_anywhere_reads_what_the_unbroken_run_reads(kind, total, batch,
         assert resumed == unbroken[step:]
 
 
+@pytest.mark.parametrize("dp, micro, size", [(3, 2, 6), (3, 1, 12), (3, 2, 30)], ids=lambda value: str(value))
+def test_three_epochs_of_ten_samples_are_read_alike_however_often_a_run_stops(dp, micro, size, tmp_path):
+    """NVIDIA-NeMo/Megatron-Bridge#4565: a resume skipped samples again in each later epoch and read the tail twice.
+
+    Ten pairs of a row each, three epochs, stops in the middle of each of them, global batches of 6, 12 and 30.
+    """
+    prefix = write_pairs(tmp_path / "pairs", [([5] * 8, [number] * 9) for number in range(10, 20)])
+    rows = PackedDataset("train", PairedDataset(prefix), np.arange(10), 30, 16, 7, cache=False)
+
+    def read(micro, size, consumed, steps):
+        """Numbers of the pairs in each global batch, by rank, and the samples consumed after it."""
+        samplers = [iter(build_sampler("single", 30, batch_size=micro, dp_rank=rank, dp_size=dp, consumed_samples=consumed))
+                    for rank in range(dp)]
+        batches = [[[int(number) for _ in range(size // (micro * dp)) for k in next(sampler) for number in rows.numbers(k)]
+                    for sampler in samplers] for _ in range(steps)]
+        if consumed + steps * size > 30 - micro * dp:  # not one rank has a batch more than the others
+            assert [next(sampler, None) for sampler in samplers] == [None] * dp
+        return batches, consumed + steps * size
+
+    def in_order(batches):
+        return [sorted(number for own in batch for number in own) for batch in batches]
+
+    whole, end = read(micro, size, 0, 30 // size)
+    by_six, _ = read(2, 6, 0, 5)
+    everything = [number for batch in by_six for own in batch for number in own]
+    for epoch in range(3):
+        assert sorted(everything[10 * epoch:10 * epoch + 10]) == list(range(10)), "each once per epoch"
+    assert in_order(whole) == [sorted(everything[start:start + size]) for start in range(0, end, size)]
+    for stop in range(1, 30 // size):
+        first, consumed = read(micro, size, 0, stop)
+        then, _ = read(micro, size, consumed, 30 // size - stop)
+        assert first + then == whole
+    for stop in range(1, 5):  # and on with a batch of this size after one of 6
+        first, consumed = read(2, 6, 0, stop)
+        then, last = read(micro, size, consumed, (30 - consumed) // size)
+        assert sorted(sum(in_order(first + then), [])) == sorted(everything[:last])
+
+
 @pytest.mark.parametrize("kind", ["single", "cyclic"])
 def test_each_sample_is_read_once_per_pass(kind):
+    """NVIDIA-NeMo/Megatron-Bridge#4565"""
     for total, batch, dp in [(10, 2, 3), (13, 2, 3), (24, 2, 3), (7, 1, 1)]:
         steps_per_pass = total // (batch * dp)
         steps = per_rank(kind, total, batch, dp, cycle=True, count=3 * steps_per_pass)

@@ -109,6 +109,7 @@ def test_without_a_ramp_the_size_is_constant_and_an_empty_ramp_is_none():
     ({"train_samples": 100}, "nothing would be trained"),
 ])
 def test_an_impossible_batch_schedule_is_refused_at_the_start(changes, said):
+    """deepspeedai/DeepSpeedExamples#418 and deepspeedai/DeepSpeed#2798: ramps that no micro-batches on all replicas make up."""
     dp = changes.pop("dp", 8)
     with pytest.raises(ValueError, match=said):
         training_iterations(bloom_176b(**changes), dp)
