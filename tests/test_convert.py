@@ -179,6 +179,58 @@ def test_contradictions_of_state_and_layer_files_are_named(tmp_path, capsys):
         assert words in capsys.readouterr().err
 
 
+CONVERSIONS = {"reshape": ["--target-tp", "1"], "to-hf": []}
+
+
+def written(folder) -> dict:
+    """All tensors below ``folder``, by file and name."""
+    from safetensors.torch import load_file
+
+    found = {path.name: load_file(path) for path in folder.glob("*.safetensors")} | {
+        path.name: files.read(path) for path in folder.rglob("layer_*")}
+    return {f"{file} {name}": value for file, tensors in found.items() for name, value in tensors.items()}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", CONVERSIONS)
+def test_a_converter_stops_at_copies_that_differ_and_at_unknown_names(kind, dtype, tmp_path, capsys):
+    """NVIDIA/Megatron-LM#383, EleutherAI/gpt-neox#615, huggingface/transformers#18593: the first copy was taken, whatever the others held."""
+    settings = config(num_attention_heads=6, padded_vocab_size=60)
+    layers = {index: {name: value.to(TORCH[dtype]) for name, value in tensors.items()}
+              for index, tensors in layers_of(build(settings)).items()}
+    base = write_foreign(tmp_path / "base" / "global_step12", layers, tp=3, state=bigscience_state(settings, 3))
+
+    def run(name, *more):
+        return convert_checkpoint.main([kind, "--load", str(base), "--save", str(tmp_path / name), *CONVERSIONS[kind], *more])
+
+    assert run("sound") == 0
+    sound = written(tmp_path / "sound")
+    assert sound and {value.dtype for value in sound.values()} == {TORCH[dtype]}  # no --dtype: that of the source
+    changed = base / "layer_04-model_01-model_states.pt"
+    share = files.read(changed)
+    share["self_attention.dense.bias"][5] += 3.0
+    torch.save(share, changed)
+    capsys.readouterr()
+    assert run("out") == 1 and not (tmp_path / "out").exists()
+    said = capsys.readouterr().err
+    for word in ("self_attention.dense.bias", changed.name, "layer_04-model_00-model_states.pt", "by up to 3", "--average-duplicated-parameters"):
+        assert word in said
+    assert run("averaged", "--average-duplicated-parameters") == 0
+    assert "layers.1.self_attention.dense.bias: by up to 3" in capsys.readouterr().out
+    averaged = written(tmp_path / "averaged")
+    moved = {name: (averaged[name].float() - value.float()) for name, value in sound.items() if not torch.equal(averaged[name], value)}
+    (name, change), = moved.items()
+    assert "dense.bias" in name and change[5] == pytest.approx(1.0, rel=0.01) and change.count_nonzero() == 1
+    share["self_attention.dense.bias"] = layers[4]["self_attention.dense.bias"].clone()
+    for ranks in ([1], [0, 1, 2]):  # names of one rank alone, then of all
+        for rank in ranks:
+            path = base / f"layer_04-model_{rank:02d}-model_states.pt"
+            sound_share = share if rank == 1 else files.read(path)
+            torch.save({**sound_share, "a_stranger": torch.ones(2), "another": torch.ones(3)}, path)
+        assert run("out") == 1 and not (tmp_path / "out").exists()
+        assert "a_stranger, another" in capsys.readouterr().err
+
+
 def test_a_failing_disk_leaves_nothing(tmp_path, monkeypatch):
     from megatron.checkpoint import convert
 

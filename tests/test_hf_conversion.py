@@ -68,6 +68,7 @@ ROUND_TRIPS = [("bloom", 6, "fp32", "shards", 1), ("bloom", 12, "bf16", "bin sha
 
 @pytest.mark.parametrize("kind, heads, dtype, layout, tp", ROUND_TRIPS)
 def test_every_tensor_comes_back_bit_for_bit(kind, heads, dtype, layout, tp, tmp_path, capsys):
+    """vllm-project/vllm#53114: QKV rows in another order; biases are random, for zeros would hide it."""
     hidden = 8 * heads
     model = random_model(kind, hidden=hidden, heads=heads, dtype=dtype)
     source = tmp_path / "hf"

@@ -58,6 +58,7 @@ def logits_run(case: Case, base: str, tokens: torch.Tensor) -> torch.Tensor | No
 @pytest.mark.parametrize("grid", [(1, 1), (2, 1), (1, 2), (2, 2)], ids=lambda grid: "TP{}PP{}".format(*grid))
 @pytest.mark.parametrize("name", CASES)
 def test_logits_equal_hugging_face(name, grid, tmp_path, worker_group):
+    """vllm-project/vllm#53114: rows of query, key and value in another order, whose shapes fit; no bias is zero here."""
     import dataclasses
 
     model = hugging_face_model(name)

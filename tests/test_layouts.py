@@ -63,6 +63,7 @@ def test_every_numbering_and_degree_fills_the_model_bit_for_bit(settings, option
 
 
 def test_numbers_of_a_hundred_blocks_have_three_digits(tmp_path):
+    """deepspeedai/DeepSpeed#1377: layer numbers of three digits were not found."""
     for number in (1, *range(3, 103), 104):
         (tmp_path / f"layer_{number:02d}-model_00-model_states.pt").touch()
     assert LayerFolder(tmp_path).num_layers == 100
@@ -91,6 +92,7 @@ def test_a_rotary_model_may_lack_its_buffers_and_another_may_not_have_them(tmp_p
     ({}, "layer_*", ["no layer files"]),
 ], ids=["one-share", "a-block", "final-norm", "final-norm-by-arguments", "a-rank", "deepspeedai", "all"])
 def test_an_incomplete_folder_is_named_before_anything_is_read(options, missing, words, tmp_path):
+    """deepspeedai/DeepSpeed#1377: layer files counted or matched wrongly."""
     settings = config(**SIX)
     if options.pop("state", None):
         options["state"] = bigscience_state(settings, 2)
@@ -100,6 +102,36 @@ def test_an_incomplete_folder_is_named_before_anything_is_read(options, missing,
     with pytest.raises(RunError) as caught:
         open_source(folder)
     assert all(word in str(caught.value) for word in [str(folder), *words]), caught.value
+
+
+@pytest.mark.parametrize("options", [{}, {"first": 2, "gap": 0}], ids=["bigscience", "deepspeedai"])
+@pytest.mark.parametrize("stray, named", [(["layer_09-model_00"], True), (["layer_09-model_01", "layer_44-model_07"], True),
+                                          (["layer_03-model_02"], True), (["layer_03-model_00-copy", "notes"], False)])
+def test_stray_files_are_left_out_with_a_warning(stray, named, options, tmp_path):
+    """deepspeedai/DeepSpeed#1377: layer files counted or matched wrongly. The state file tells which belong together."""
+    settings = config(**SIX)
+    wanted = build(settings)
+    folder = write_foreign(tmp_path / "t", layers_of(wanted), tp=2, state=bigscience_state(settings, 2), **options)
+    for name in stray:
+        torch.save({"weight": torch.zeros(3)}, folder / f"{name}-model_states.pt")
+    source = open_source(folder)
+    assert_equal(filled(settings, source), wanted)
+    assert (source.num_layers, source.degree) == (2, 2)
+    for note in source.notes:
+        assert all(f"{name}-model_states.pt" in note for name in stray) and "ignored: the state file tells of 2 blocks at TP 2" in note
+    assert len(source.notes) == named
+    for hole in ("layer_01-model_01", "layer_04-model_0?" if "first" not in options else "layer_03-model_0?"):
+        for path in folder.glob(f"{hole}-model_states.pt"):
+            path.unlink()  # a hole stays a hole
+        with pytest.raises(RunError, match=f"no file for pipeline layer {int(hole[6:8])} .{hole[:-1]}"):
+            open_source(folder)
+
+
+def test_without_a_state_file_nobody_knows_which_file_is_the_stray_one(tmp_path):
+    folder = write_foreign(tmp_path / "t", layers_of(build(config(**SIX))), tp=2)
+    torch.save({}, folder / "layer_09-model_00-model_states.pt")
+    with pytest.raises(RunError, match="numbers 1, 3-4, 6, 9, which is no complete model|no file for pipeline layer 5"):
+        open_source(folder)
 
 
 def test_two_files_of_one_share_are_refused(tmp_path):
@@ -139,6 +171,7 @@ def foreign_run(tmp_path, **changes):
 
 
 def test_arguments_with_an_enum_are_read_safely_and_compared(tmp_path):
+    """ROCm/Megatron-LM#56: torch 2.6 refused the arguments in a checkpoint."""
     settings, wanted = foreign_run(tmp_path)
     path = tmp_path / "global_step12" / "mp_rank_00_model_states.pt"
     with zipfile.ZipFile(path) as archive:
@@ -190,6 +223,7 @@ def test_a_malicious_pickle_is_refused_and_not_run(zipped, tmp_path, capfd):
 
 
 def test_an_unlisted_class_needs_trust_and_says_which(tmp_path, capfd, monkeypatch):
+    """ROCm/Megatron-LM#56, allenai/open-instruct#673: a sentence with the class and the flag, not a trace of unpickling."""
     module = types.ModuleType("megatron_of_others")
     module.Timers = type("Timers", (), {"__module__": "megatron_of_others"})
     monkeypatch.setitem(sys.modules, "megatron_of_others", module)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from resume_jobs import first_half, plan_of, rates_after_resume, refusals, second_half, straight
 from small_runs import Case, write_base
+from worker_group import JobFailed
 
 from megatron.checkpoint import files
 from megatron.checkpoint.load_plan import plan_load
@@ -205,6 +206,25 @@ def test_a_damaged_or_missing_layer_file_is_named(base, tmp_path, worker_group):
     (broken / "global_step1" / "layer_04-model_00-model_states.pt").unlink()
     with pytest.raises(Exception, match="no file for pipeline layer 4"):
         worker_group(2).run(grid_run, Case(pp=2), str(broken))
+
+
+@pytest.mark.slow
+def test_a_hundred_blocks_are_saved_found_and_resumed(tmp_path, worker_group):
+    """deepspeedai/DeepSpeed#1377: of more than a hundred layers some were not found, or others taken for them."""
+    case = Case(pp=2, layers=100, hidden=8, heads=2, bitfit=True, optimizer="adam", lr=1e-2)
+    write_base(str(tmp_path / "base"), case)
+    group = worker_group(2)
+    unbroken = group.run(straight, case, str(tmp_path / "base"), 2)
+    first = group.run(first_half, case, str(tmp_path / "base"), 1, str(tmp_path / "run"))
+    tag = tmp_path / "run" / "global_step1"
+    assert {path.name[:9] for path in tag.glob("layer_*")} == {f"layer_{index:02d}-"[:9] for index in (1, *range(3, 103), 104)}
+    (tag / "manifest.json").unlink()
+    torch.save({"weight": torch.ones(8)}, tag / "layer_105-model_00-model_states.pt")
+    for whole, losses, second in zip(unbroken, first, group.run(second_half, case, str(tmp_path / "run"), 1)):
+        assert whole["losses"] == losses + second["losses"] and whole["optimizer"] == second["optimizer"]
+    (tag / "layer_101-model_00-model_states.pt").unlink()
+    with pytest.raises(JobFailed, match="no file for pipeline layer 101 .layer_101-model_00-model_states.pt"):
+        group.run(second_half, case, str(tmp_path / "run"), 1)
 
 
 def test_a_file_that_would_run_code_is_not_loaded(tmp_path):

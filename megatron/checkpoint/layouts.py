@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from megatron.checkpoint import files
-from megatron.checkpoint.progress import stored_arguments
+from megatron.checkpoint.progress import stored_architecture, stored_arguments
 from megatron.checkpoint.sources import WeightSource, merge_shares
 from megatron.errors import RunError
 from megatron.model.numbering import EMBEDDING_INDEX, FIRST_BLOCK, canonical_name
@@ -75,6 +75,9 @@ class ShareSource(WeightSource):
         for share, path in zip(shares, paths):
             if missing := sorted(tags.keys() - share.keys()):
                 raise RunError(f"{path} lacks {', '.join(missing)}")
+            if other := sorted(share.keys() ^ shares[0].keys()):
+                raise RunError(f"{', '.join(other)} in one of {path.name} and {paths[0].name} only ({path.parent}): shares of one "
+                               "checkpoint are alike")
         noted: dict[str, float] = {}
         merged = {name: merge_shares(name, [share[name] for share in shares], tags[name], paths,
                                      averaged=noted if self._average else None)
@@ -102,8 +105,8 @@ class LayerFolder(ShareSource):
     """A tag folder with ``layer_II-model_TT-model_states.pt`` files.
 
     Which trainer numbered them, how many blocks there are and the TP degree are read off the
-    names. Optimizer files beside them are not looked at. Raises RunError for an incomplete set,
-    naming what is missing.
+    names. Files of further layers or TP ranks than the state file tells are left out, with a note.
+    Optimizer files are not looked at. Raises RunError for an incomplete set, naming what is missing.
     """
 
     def __init__(self, folder: Path, *, trust: bool = False, average: bool = False) -> None:
@@ -111,11 +114,17 @@ class LayerFolder(ShareSource):
         found = _layer_files(folder)
         told = self._told()
         self.layout, self.num_layers = _numbering(folder, set(found), told.get("num_layers"))
-        self.degree = 1 + max(rank for shares in found.values() for rank in shares)
-        expected = max(self.degree, told.get("tensor_parallel", 0))
-        _refuse(folder, [(number, rank) for number in sorted(found) for rank in range(expected)
-                         if rank not in found[number]])
-        self._paths = {number: [shares[rank] for rank in range(self.degree)] for number, shares in found.items()}
+        wanted = NUMBERS[self.layout].all(self.num_layers)
+        highest = 1 + max((rank for number in wanted for rank in found[number]), default=0)
+        missing = [(number, rank) for number in sorted(wanted) for rank in range(highest) if rank not in found[number]]
+        told_degree = told.get("tensor_parallel", highest)
+        self.degree = known = told_degree if missing or told_degree > highest else highest
+        _refuse(folder, [(number, rank) for number in sorted(wanted) for rank in range(known) if rank not in found[number]])
+        if strays := [path.name for number in sorted(found) for rank, path in sorted(found[number].items())
+                      if number not in wanted or rank >= known]:
+            self.notes = (f"{folder}: {', '.join(strays[:3])}{f' and {len(strays) - 3} more' if strays[3:] else ''} ignored: the "
+                          f"state file tells of {self.num_layers} blocks at TP {known}, to which it does not belong",)
+        self._paths = {number: [found[number][rank] for rank in range(known)] for number in wanted}
 
     def share(self, index: int, rank: int) -> dict[str, torch.Tensor]:
         path = self.path(index, rank)
@@ -139,7 +148,7 @@ class LayerFolder(ShareSource):
             return {}
         arguments = stored_arguments(stored)
         dims = stored.get("checkpoint_parallel_dimensions") or {}
-        told = {"num_layers": arguments.get("num_layers"),
+        told = {"num_layers": stored_architecture(stored).get("num_layers"),
                 "tensor_parallel": dims.get("tp_degree") or arguments.get("tensor_model_parallel_size")}
         return {name: value for name, value in told.items() if isinstance(value, int)}
 
@@ -168,9 +177,12 @@ def _numbering(folder: Path, numbers: set[int], told: int | None) -> tuple[str, 
         depth = _depth(max(numbers), layout)
         if depth > 0 and numbers == of.all(depth):
             return layout, depth
+    fitting = [layout for layout, of in NUMBERS.items() if told and of.all(told) <= numbers]
+    if told and len(fitting) == 1:
+        return fitting[0], told
     layout = "deepspeedai" if 2 in numbers else "bigscience"
     expected = NUMBERS[layout].all(told or _depth(max(numbers), layout))
-    if numbers < expected:
+    if expected - numbers and (told or numbers < expected):
         _refuse(folder, [(number, 0) for number in sorted(expected - numbers)])
     raise RunError(f"{folder} holds layer files with the numbers {_ranges(numbers)}, which is no complete model: L blocks "
                    "have 1, 3 to L+2 and L+4, or 1, 2 to L+1 and L+2; copy the checkpoint again")

@@ -27,6 +27,8 @@ class WeightSource(ABC):
     """blocks of the stored model"""
     averaged: Mapping[str, float] = {}
     """of the layers read so far: parameters whose copies differed and were averaged -> largest difference"""
+    notes: Sequence[str] = ()
+    """what is odd about the files, as sentences for the console"""
 
     @abstractmethod
     def layer(self, index: int, tags: Mapping[str, ParamTag]) -> dict[str, torch.Tensor]:
