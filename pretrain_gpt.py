@@ -23,7 +23,7 @@ def batch(settings, tokenizer):
 
     def split(rows):
         parts = gpt_batch(rows, settings.data, tokenizer.eod)
-        inputs = (parts.tokens, parts.position_ids)
+        inputs: tuple = (parts.tokens, parts.position_ids)
         if settings.model.reset_attention_mask:
             inputs += (parts.segment_ids,)
         return inputs, (parts.labels, parts.loss_mask)

@@ -342,7 +342,8 @@ def _check_tokenizer(values: Values, entry: str) -> dict[str, Any]:
     _require(kind is not None, "--tokenizer-type is required; finetune_t0.py allows PretrainedFromHF")
     _require(entry != "finetune_t0" or kind == "PretrainedFromHF",
              f"--tokenizer-type {kind} has no padding token; finetune_t0.py allows PretrainedFromHF")
-    wanted, unwanted = ("vocab_file", "merge_file"), ("tokenizer_name_or_path", "vocab_extra_ids")
+    wanted: tuple[str, ...] = ("vocab_file", "merge_file")
+    unwanted = ("tokenizer_name_or_path", "vocab_extra_ids")
     if kind == "PretrainedFromHF":
         wanted, unwanted = ("tokenizer_name_or_path",), ("vocab_file", "merge_file")
     for field in wanted:

@@ -16,7 +16,7 @@ from megatron.errors import SharedRunError
 from megatron.model.attention import SelfAttention
 from megatron.model.norm import LayerNorm
 from megatron.mpu.context import ParallelContext
-from megatron.mpu.tags import ParamTag, full_shape, tag_of, tag_parameter
+from megatron.mpu.tags import ParamTag, full_shape, mark, tag_of, tag_parameter
 from megatron.partial_bias import SLICES, is_slice, train_slices
 
 #: term of the paper for the bias of a linear layer, by the layer's name in a block
@@ -95,9 +95,8 @@ def add_anchor(model: torch.nn.Module, context: ParallelContext,
             return None
     anchor = torch.nn.Parameter(torch.zeros(1, dtype=dtype, device=device))
     tag_parameter(anchor, ParamTag())
-    anchor.tensor_model_parallel = True  # so that the norm counts it on this very rank
-    anchor.ds_pipe_replicated = False
-    anchor.stage_anchor = True
+    # tensor_model_parallel, so that the norm counts it on this very rank
+    mark(anchor, tensor_model_parallel=True, ds_pipe_replicated=False, stage_anchor=True)
     model.register_parameter("stage_anchor", anchor)
     model.register_forward_hook(_through_anchor)
     return anchor
@@ -171,7 +170,7 @@ def parameter_report(model: torch.nn.Module, context: ParallelContext) -> Parame
     merged: dict[str, tuple[int, int]] = {}
     everyone = [(terms, total, copies)]
     if context.world_size > 1:
-        everyone = [None] * context.world_size
+        everyone *= context.world_size
         dist.all_gather_object(everyone, (terms, total, copies))
     for their_terms, _, _ in everyone:
         for term, (tensors, elements) in their_terms.items():

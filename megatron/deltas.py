@@ -107,7 +107,7 @@ def _places(model: torch.nn.Module) -> tuple[ModelConfig, dict[str, tuple[NamePa
     """What the model is in our words, and its parameters by canonical name."""
     config = getattr(model, "config", None)
     kind = getattr(config, "model_type", None)
-    if kind not in ("bloom", "gpt2"):
+    if config is None or kind not in ("bloom", "gpt2"):
         raise RunError(f"a delta goes onto a BLOOM or GPT-2 of transformers, not a {type(model).__name__} ({kind or 'no config'})")
     bloom = kind == "bloom"
     shape = ModelConfig(num_layers=config.num_hidden_layers, hidden_size=config.hidden_size, seq_length=1,

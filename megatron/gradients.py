@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megatron.mpu.context import ParallelContext
+from megatron.mpu.tags import mark
 
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 Held = tuple[torch.nn.Parameter, torch.Tensor]
@@ -99,7 +100,7 @@ def count_bad_copies(optimizer: Any, context: ParallelContext) -> None:
     else:
         norm_of = optimizer.get_grad_norm_direct
         counts = torch.nn.Parameter(torch.zeros(1))
-        counts.tensor_model_parallel = True
+        mark(counts, tensor_model_parallel=True)
 
         def with_carrier_of(gradients, params, *more):
             real = _without_padding(gradients)

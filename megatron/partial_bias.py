@@ -9,12 +9,10 @@ therefore look as if the fused bias had been trained.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from megatron.mpu.layers import ColumnParallelLinear
-from megatron.mpu.tags import ParamTag, tag_parameter
+from megatron.mpu.tags import ParamTag, mark, tag_parameter
 
 #: order of the slices within each head of the fused projection
 SLICES = ("query", "key", "value")
@@ -27,7 +25,7 @@ class BiasSlice(torch.nn.Module):
         super().__init__()
         # sharded by heads, and a vector: the optimizer decays matrices only
         self.bias = tag_parameter(torch.nn.Parameter(values), ParamTag(dim=0))
-        self.bias.slice_of_bias = True
+        mark(self.bias, slice_of_bias=True)
 
 
 def is_slice(param: torch.nn.Parameter) -> bool:
@@ -35,20 +33,20 @@ def is_slice(param: torch.nn.Parameter) -> bool:
     return getattr(param, "slice_of_bias", False)
 
 
-def train_slices(linear: torch.nn.Module, heads: int, terms: tuple[str, ...]) -> None:
+def train_slices(linear: ColumnParallelLinear, heads: int, terms: tuple[str, ...]) -> None:
     """Let only the slices ``terms`` of the bias of ``linear`` train, ordered [head][q,k,v][dim].
 
     ``heads`` is the number of heads on this rank; ``terms`` come from ``SLICES``. Each
     becomes a parameter ``{term}.bias`` of ``linear``; values are taken from the bias as it is.
     """
-    linear.slice_heads = heads
-    linear.bias.requires_grad_(False)
-    rest, slices = _separate(linear.bias, heads, terms)
+    bias = _fused(linear)
+    linear.slice_heads, linear.merged_bias = heads, merged_bias
+    bias.requires_grad_(False)
+    rest, slices = _separate(bias, heads, terms)
     for term, values in slices.items():
         linear.add_module(term, BiasSlice(values))
     with torch.no_grad():
-        linear.bias.copy_(rest)
-    linear.current_bias = functools.partial(merged_bias, linear)
+        bias.copy_(rest)
     linear.register_state_dict_post_hook(_show_merged)
     linear.register_load_state_dict_pre_hook(_load_separated)
 
@@ -58,9 +56,14 @@ def trained_slices(linear: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return {name: child.bias for name in SLICES if isinstance(child := getattr(linear, name, None), BiasSlice)}
 
 
-def merged_bias(linear: torch.nn.Module) -> torch.Tensor:
+def _fused(linear: ColumnParallelLinear) -> torch.nn.Parameter:
+    assert linear.bias is not None, "the fused projection of attention always has a bias"
+    return linear.bias
+
+
+def merged_bias(linear: ColumnParallelLinear) -> torch.Tensor:
     """The whole bias [3 * heads / TP * width]; its gradient reaches the trained slices only."""
-    parts = list(linear.bias.detach().view(linear.slice_heads, len(SLICES), -1).unbind(1))
+    parts = list(_fused(linear).detach().view(linear.slice_heads, len(SLICES), -1).unbind(1))
     for term, values in trained_slices(linear).items():
         parts[SLICES.index(term)] = values.view(linear.slice_heads, -1)
     return torch.stack(parts, dim=1).flatten()
@@ -71,8 +74,8 @@ def separate_again(module: torch.nn.Module) -> None:
     """After whole biases were copied into ``module``: move the trained slices out of them."""
     for linear in module.modules():
         if isinstance(linear, ColumnParallelLinear) and (slices := trained_slices(linear)):
-            rest, fresh = _separate(linear.bias, linear.slice_heads, tuple(slices))
-            linear.bias.copy_(rest)
+            rest, fresh = _separate(_fused(linear), linear.slice_heads, tuple(slices))
+            _fused(linear).copy_(rest)
             for term, values in fresh.items():
                 slices[term].copy_(values)
 

@@ -28,7 +28,14 @@ KEEP_ALIVE = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 30), ("TCP_KEEPCNT", 10))
 
 #: connections of this process; one that a child kept would outlive it
 _open: list[socket.socket] = []
-os.register_at_fork(after_in_child=lambda: [each.close() for each in _open] and None)
+
+
+def _close_in_child() -> None:
+    for each in _open:
+        each.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 @dataclass(frozen=True)
@@ -56,7 +63,7 @@ class Peers:
             return
         import torch.distributed as dist
 
-        box = [None]
+        box = [(0, "")]
         if self.rank == 0:
             bell = _Bell()
             bell.start()
@@ -65,13 +72,13 @@ class Peers:
         port, token = box[0]
         host = "127.0.0.1" if self.rank == 0 else os.environ["MASTER_ADDR"]
         try:
-            self._socket = _watched(socket.create_connection((host, port), timeout=CONNECT))
+            connection = self._socket = _watched(socket.create_connection((host, port), timeout=CONNECT))
         except OSError as error:
             print(f"warning: rank {self.rank} cannot connect to port {port} of {host} ({error}): it will not hear of "
                   "other ranks that fail", flush=True)
             return
         self._send(token=token, rank=self.rank, where=f"{socket.gethostname()}, process {os.getpid()}")
-        threading.Thread(target=self._listen, name="peers", daemon=True).start()
+        threading.Thread(target=self._listen, args=(connection,), name="peers", daemon=True).start()
 
     def first(self, line: str, exit_code: int = 1, *, at_once: bool = False) -> Failure:
         """Tell the others of this rank's failure; returns the one that came first, perhaps another rank's.
@@ -106,11 +113,12 @@ class Peers:
             self._socket = None
 
     def _send(self, **message) -> None:
+        assert self._socket is not None, "nobody is told anything before join"
         with contextlib.suppress(OSError):  # who cannot be told is gone
             self._socket.sendall(json.dumps(message).encode() + b"\n")
 
-    def _listen(self) -> None:
-        connection, text = self._socket, b""
+    def _listen(self, connection: socket.socket) -> None:
+        text = b""
         while b"\n" not in text:
             try:
                 part = connection.recv(4096)
@@ -169,7 +177,7 @@ class _Bell(threading.Thread):
         self._gone: list[_Member] = []
         self._claimed: Failure | None = None
         self._failure: Failure | None = None
-        self._due = None
+        self._due: float | None = None
         """when the first failure is made known"""
 
     def run(self) -> None:
@@ -180,7 +188,7 @@ class _Bell(threading.Thread):
                         connection = _watched(self._listener.accept()[0])
                         self._members[connection] = _Member()
                         self._selector.register(connection, selectors.EVENT_READ)
-                else:
+                elif isinstance(key.fileobj, socket.socket):
                     self._hear(key.fileobj)
             if self._due and time.monotonic() >= self._due:
                 self._due = None
@@ -226,12 +234,13 @@ class _Bell(threading.Thread):
 
     def _decide(self) -> None:
         """A process that vanished did so before anybody could complain of it; one that complains waits for this answer."""
+        failure = self._claimed
         if self._gone:
             names = [f"rank {each.rank} ({each.where})" for each in sorted(self._gone, key=lambda each: each.rank)]
-            self._failure = Failure(min(each.rank for each in self._gone), _gone(names))
-        else:
-            self._failure = self._claimed
-        self._tell(asdict(self._failure))
+            failure = Failure(min(each.rank for each in self._gone), _gone(names))
+        assert failure is not None, "a decision is due once somebody has complained or vanished"
+        self._failure = failure
+        self._tell(asdict(failure))
 
     def _tell(self, message: dict, whom=None) -> None:
         """Rank 0 last: it may end at once then."""

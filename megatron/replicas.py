@@ -136,7 +136,7 @@ def _optimizer_copies(name: str, param: torch.nn.Parameter, inner: torch.optim.O
     where. The state is asked for by the flat tensor, for the mapping's own links to it do
     not outlive a load.
     """
-    mapping = param._hp_mapping
+    mapping = param._hp_mapping  # type: ignore[attr-defined]  # DeepSpeed's
     group = 0 if mapping is None else mapping.param_group_index
     flat = inner.param_groups[group]["params"][0]
     state = {key: value for key, value in inner.state.get(flat, {}).items()

@@ -83,7 +83,9 @@ def outlive_signals(worker: int) -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):  # not on macOS
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_end_with_rank, args=(multiprocessing.parent_process().pid,), daemon=True).start()
+        parent = multiprocessing.parent_process()
+        assert parent is not None, "called in worker processes only"
+        threading.Thread(target=_end_with_rank, args=(parent.pid,), daemon=True).start()
 
 
 def _end_with_rank(rank: int) -> None:

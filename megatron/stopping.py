@@ -139,12 +139,13 @@ class GradientWatch:
         """
         everyones = [self._found]
         if self._context.world_size > 1:
-            everyones = [None] * self._context.world_size
+            everyones *= self._context.world_size
             dist.all_gather_object(everyones, self._found)
         start = f"iteration {iteration}: update skipped, "
-        if any(found is None for found in everyones):
+        seen = [found for found in everyones if found is not None]
+        if len(seen) < len(everyones):
             return start + "gradients are not finite; this version of DeepSpeed does not show which"
-        places = dict(sorted((place_and_name for found in everyones for place_and_name in found), reverse=True))
+        places = dict(sorted((place_and_name for found in seen for place_and_name in found), reverse=True))
         names = list(dict.fromkeys(places.values()))
         if not names:
             return start + "every gradient is finite but their norm is not"

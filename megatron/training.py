@@ -7,10 +7,8 @@ by passing a ``Task``.
 from __future__ import annotations
 
 import dataclasses
-import logging
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,6 +23,7 @@ from megatron.checkpoint.delta_run import DeltaSaves
 from megatron.checkpoint.files import write_text
 from megatron.checkpoint.progress import Progress
 from megatron.config import Settings
+from megatron.data.blending import Dataset
 from megatron.data.broadcast import BroadcastRows
 from megatron.data.gpt_dataset import Datasets, check_same_data
 from megatron.data.loaders import build_loader
@@ -33,18 +32,20 @@ from megatron.engine import build_engine, build_model
 from megatron.errors import RunError, SharedRunError
 from megatron.flops import gigaflos, tflops_reported
 from megatron.initialize import agree, check_precision, initialize_distributed, shutdown, tells_overdue
+from megatron.log_level import set_log_level
 from megatron.metrics import LossWindow, Timers, params_norm
 from megatron.model.loss import GlobalWeight
 from megatron.mpu.context import ParallelContext
-from megatron.mpu.random import seed_everything
+from megatron.mpu.random import RandomStreams, seed_everything
 from megatron.optimizer.batch_size import BatchSizeSchedule, training_iterations
+from megatron.optimizer.learning_rate import LearningRateSchedule
 from megatron.peers import Peers
 from megatron.replicas import Replicas
 from megatron.run_report import RunReport
 from megatron.signals import Signals, outlive_signals
 from megatron.stopping import GradientWatch, Stop, Stopping
 from megatron.tensorboard import TensorBoardWriter
-from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tokenizer.padding import padded_vocab_size
 
 
@@ -57,28 +58,18 @@ class Task:
     """(settings, tokenizer) -> function from rows [b, s + 1] to (stage inputs, labels)"""
 
 
-@dataclass
-class Run:
-    """A run in progress; lives for one call of ``pretrain``."""
+@dataclass(kw_only=True)
+class Start:
+    """What is known of a run before its model is built."""
 
     settings: Settings
     context: ParallelContext
-    streams: Any
+    streams: RandomStreams
     train_iters: int
     batch_sizes: BatchSizeSchedule
     progress: Progress
     writer: TensorBoardWriter
-    engine: Any = None
-    schedule: Any = None
-    replicas: Any = None
-    report: RunReport | None = None
-    saver: save.Saver | None = None
-    weight: GlobalWeight | None = None
-    to_batch: Callable | None = None
-    stopping: Stopping | None = None
-    started: float = field(default_factory=time.monotonic)
-    last_saved: int = -1
-    timers: Timers = field(default_factory=Timers)
+    stopping: Stopping
 
     def say(self, text: str) -> None:
         """Print once per job."""
@@ -91,52 +82,67 @@ class Run:
             print(text, flush=True)
 
 
+@dataclass(kw_only=True)
+class Run(Start):
+    """A run in progress; lives for one call of ``pretrain``."""
+
+    engine: Any
+    schedule: LearningRateSchedule
+    replicas: Replicas
+    report: RunReport
+    to_batch: Callable[[torch.Tensor], tuple]
+    weight: GlobalWeight | None
+    """None where each micro-batch is divided by its own weight"""
+    saver: save.Saver | None = None
+    """None where nothing is trained (--eval-only)"""
+    last_saved: int = -1
+    timers: Timers = field(default_factory=Timers)
+
+
 @tells_overdue
 def pretrain(settings: Settings, task: Task, *, peers: Peers | None = None, signals: Signals | None = None) -> int:
     """Run one job from parsed settings to its last log line, on every rank. Returns the exit code.
 
     ``peers`` end together from the moment the ranks have met; ``signals`` may ask to stop.
     """
-    _set_log_level(settings)
+    set_log_level(settings)
     context = initialize_distributed(settings.parallel)
     if peers:
         peers.join(context.world_size)
     check_precision(settings.model.params_dtype)
-    run = _prepare(settings, context, signals)
-    tokenizer = _with_vocabulary(run)
-    settings = run.settings
+    start = _prepare(settings, context, signals)
+    tokenizer = _with_vocabulary(start)
+    settings = start.settings
     plan = load_plan.shared_plan(settings.checkpoint, context, eval_only=settings.train.eval_only)
-    run.say(plan.reason)
+    start.say(plan.reason)
     if plan.warning:
-        run.say(f"warning: {plan.warning}")
+        start.say(f"warning: {plan.warning}")
     stored = resume.check_stored(plan, settings, context) if plan.folder else {}
     if plan.progress:
-        run.progress = resume.stored_progress(stored)
-    _set_length(run)
+        start.progress = resume.stored_progress(stored)
+    _set_length(start)
     # before the model, which takes minutes to build, and before the folder of a run that will not be
-    datasets = _datasets(run, task)
+    datasets = _datasets(start, task)
     if not settings.train.eval_only:
         save.check_save_folder(settings.checkpoint, context)
-    if settings.train.loss_normalization != "micro-batch":
-        run.weight = GlobalWeight(context)
-    model = build_model(settings, context, run.streams, plan, run.weight)
+    weight = None if settings.train.loss_normalization == "micro-batch" else GlobalWeight(context)
+    model = build_model(settings, context, start.streams, plan, weight)
     resume.check_trained(plan, stored, settings, context, model)
     parameters = bitfit.parameter_report(model, context)
-    run.say(bitfit.format_report(parameters))
-    run.engine, run.schedule = build_engine(model, settings, context, run.train_iters,
-                                            run.batch_sizes.size(0))
-    run.report = RunReport(run.engine, settings, context)
-    run.say(run.report.at_start())
+    start.say(bitfit.format_report(parameters))
+    engine, schedule = build_engine(model, settings, context, start.train_iters, start.batch_sizes.size(0))
+    report = RunReport(engine, settings, context)
+    start.say(report.at_start())
+    run = Run(**vars(start), engine=engine, schedule=schedule, report=report, weight=weight,
+              replicas=Replicas(engine, context, settings, start.writer), to_batch=task.batch(settings, tokenizer))
     if plan.folder:
-        run.progress = resume.resume(run.engine, plan, stored, run.streams, settings, context)
+        run.progress = resume.resume(engine, plan, stored, run.streams, settings, context)
         run.say_last(log_lines.loaded_line(plan.folder, run.progress.iteration))
         if plan.resume and plan.progress:
             run.last_saved = run.progress.iteration
-    run.replicas = Replicas(run.engine, context, settings, run.writer)
     run.replicas.start(run.progress.iteration)
     run.writer.log_restart(run.progress.iteration, context.world_size)
-    run.to_batch = task.batch(settings, tokenizer)
-    run.engine.set_batch_fn(run.to_batch)
+    engine.set_batch_fn(run.to_batch)
     valid = {name: _rows(run, dataset, valid=True, groups=len(datasets.valid))
              for name, dataset in datasets.valid.items()}
     stop = None
@@ -150,7 +156,7 @@ def pretrain(settings: Settings, task: Task, *, peers: Peers | None = None, sign
         config = settings.checkpoint
         deltas = DeltaSaves(model, settings, context, plan) if config.save and config.save_delta_only else None
         run.saver = save.Saver(settings, context, plan, deltas)
-        stop = train(run, _rows(run, datasets.train), valid)
+        stop = train(run, run.saver, _rows(run, datasets.train), valid)
         if run.progress.iteration >= run.train_iters and not (stop and stop.exit_code):  # time is short then
             _final_evaluation(run, valid, datasets.test)
     for line in run.report.at_end(parameters):
@@ -163,52 +169,41 @@ def pretrain(settings: Settings, task: Task, *, peers: Peers | None = None, sign
 # --- set-up -----------------------------------------------------------------------------------
 
 
-def _set_log_level(settings: Settings) -> None:
-    """What DeepSpeed and other libraries may say: warnings, unless the flags ask for more or less."""
-    config = settings.logging
-    level = config.log_level if settings.parallel.rank == 0 else config.log_level_replica
-    level = (level or "warning").upper()
-    logging.basicConfig(stream=sys.stdout, format="%(levelname)s: %(message)s")
-    for name in (None, "DeepSpeed", "transformers"):
-        logging.getLogger(name).setLevel(level)
-
-
-def _prepare(settings: Settings, context: ParallelContext, signals: Signals | None) -> Run:
-    parallel = settings.parallel
+def _prepare(settings: Settings, context: ParallelContext, signals: Signals | None) -> Start:
     streams = seed_everything(settings.train.seed, context)
     train_iters = training_iterations(settings.train, context.dp_size)
-    run = Run(settings=settings, context=context, streams=streams, train_iters=train_iters,
-              batch_sizes=BatchSizeSchedule(settings.train, context.dp_size), progress=Progress(),
-              writer=TensorBoardWriter(settings.logging, enabled=context.is_last_rank,
-                                      data_parallel_size=context.dp_size, seq_length=settings.model.seq_length))
-    run.stopping = Stopping(settings.train, context, run.started, signals)
-    run.say(log_lines.world_size_line(parallel))
-    run.say(format_argument_dump(settings))
+    start = Start(settings=settings, context=context, streams=streams, train_iters=train_iters,
+                  batch_sizes=BatchSizeSchedule(settings.train, context.dp_size), progress=Progress(),
+                  stopping=Stopping(settings.train, context, time.monotonic(), signals),
+                  writer=TensorBoardWriter(settings.logging, enabled=context.is_last_rank,
+                                           data_parallel_size=context.dp_size, seq_length=settings.model.seq_length))
+    start.say(log_lines.world_size_line(settings.parallel))
+    start.say(format_argument_dump(settings))
     if settings.logging.log_path and context.rank == 0:
         folder = Path(settings.logging.log_path)
         folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / f"args_{time.strftime('%Y-%m-%dT%H:%M:%S')}.txt", format_argument_dump(settings) + "\n")
     if ignored := accepted_without_effect(settings):
-        run.say(f"accepted, no effect here: {', '.join(ignored)}")
+        start.say(f"accepted, no effect here: {', '.join(ignored)}")
     if notice := zero_stage_notice(settings):
-        run.say(notice)
-    run.say(log_lines.training_iterations_line(train_iters))
-    run.writer.log_arguments(settings.flags)
-    return run
+        start.say(notice)
+    start.say(log_lines.training_iterations_line(train_iters))
+    start.writer.log_arguments(settings.flags)
+    return start
 
 
-def _with_vocabulary(run: Run):
+def _with_vocabulary(run: Start) -> Tokenizer:
     """Read the tokenizer, on every rank, and put its vocabulary size into the settings."""
-    tokenizer, problem = None, None
+    tokenizer, padded, problem = None, 0, None
     config = run.settings.tokenizer
     try:
         tokenizer = build_tokenizer(config)
-        padded = padded_vocab_size(tokenizer.vocab_size, tp=run.context.tp_size,
-                                   divisible_by=config.make_vocab_size_divisible_by,
-                                   pad_to=config.pad_vocab_size_to)
+        padded = padded_vocab_size(tokenizer.vocab_size, tp=run.context.tp_size, pad_to=config.pad_vocab_size_to,
+                                   divisible_by=config.make_vocab_size_divisible_by)
     except (OSError, ValueError, RunError) as error:
         problem = f"tokenizer: {error}"
     agree(run.context, problem)
+    assert tokenizer is not None  # or all ranks would have ended just above
     run.say(f"{tokenizer.describe()}\n{log_lines.padded_vocab_line(tokenizer.vocab_size, padded)}")
     model = dataclasses.replace(run.settings.model, vocab_size=tokenizer.vocab_size,
                                 padded_vocab_size=padded)
@@ -216,7 +211,7 @@ def _with_vocabulary(run: Run):
     return tokenizer
 
 
-def _set_length(run: Run) -> None:
+def _set_length(run: Start) -> None:
     """The last iteration of a run that goes on, perhaps with another batch size than before."""
     before, progress = run.train_iters, run.progress
     run.train_iters = training_iterations(run.settings.train, run.context.dp_size, iteration=progress.iteration,
@@ -226,7 +221,7 @@ def _set_length(run: Run) -> None:
                 f"sizes: the last iteration is {run.train_iters}")
 
 
-def samples_wanted(run: Run) -> tuple[int, int, int]:
+def samples_wanted(run: Start) -> tuple[int, int, int]:
     """Samples of train, validation (per group) and test that the whole run reads."""
     config = run.settings.train
     size = config.global_batch_size
@@ -237,8 +232,8 @@ def samples_wanted(run: Run) -> tuple[int, int, int]:
     return train, evaluations * config.eval_iters * size, config.eval_iters * size
 
 
-def _datasets(run: Run, task: Task) -> Datasets:
-    """Collective: open the datasets where data are read; the other ranks learn their names.
+def _datasets(run: Start, task: Task) -> Datasets:
+    """Collective: open the datasets where data are read; the other ranks learn their names, and hold None under them.
 
     Raises SharedRunError on every rank when one of the readers fails or reads other samples than rank 0.
     """
@@ -254,12 +249,12 @@ def _datasets(run: Run, task: Task) -> Datasets:
                        f"memory ({error}); lower --train-iters, --train-samples or --eval-iters")
     agree(run.context, problem)
     read = (datasets.train is not None, list(datasets.valid), list(datasets.test), datasets.facts())
-    everyone = [read]
+    everyone = [(run.context.reads_data, read)]
     if run.context.world_size > 1:
-        everyone = [None] * run.context.world_size
-        dist.all_gather_object(everyone, read if run.context.reads_data else None)
-    has_train, valid, test, facts = everyone[0]  # rank 0 always reads
-    check_same_data([each and each[-1] for each in everyone])
+        everyone *= run.context.world_size
+        dist.all_gather_object(everyone, (run.context.reads_data, read))
+    has_train, valid, test, facts = everyone[0][1]  # rank 0 always reads
+    check_same_data([theirs[-1] if reads else None for reads, theirs in everyone])
     for name, words in facts.items():
         run.say(f"{name} data: {words}")
     if not has_train and not run.settings.train.eval_only:
@@ -268,13 +263,14 @@ def _datasets(run: Run, task: Task) -> Datasets:
                     test={name: datasets.test.get(name) for name in test})
 
 
-def _rows(run: Run, dataset, *, valid: bool = False, groups: int = 1, test: bool = False) -> Iterator | None:
+def _rows(run: Run, dataset: Dataset | None, *, valid: bool = False, groups: int = 1, test: bool = False) -> Iterator | None:
     """Rows of this rank's data-parallel share, or None on a middle stage."""
     context, settings = run.context, run.settings
     if not (context.is_first_stage or context.is_last_stage):
         return None
     source = None
     if context.tp_rank == 0:
+        assert dataset is not None, "a rank that reads has all datasets of rank 0"
         consumed = 0 if test else run.progress.consumed_train_samples
         if valid:
             consumed = run.progress.consumed_valid_samples // groups
@@ -290,7 +286,7 @@ def _rows(run: Run, dataset, *, valid: bool = False, groups: int = 1, test: bool
 # --- training ---------------------------------------------------------------------------------
 
 
-def train(run: Run, rows: Iterator | None, valid: dict[str, Iterator | None]) -> Stop | None:
+def train(run: Run, saver: save.Saver, rows: Iterator | None, valid: dict[str, Iterator | None]) -> Stop | None:
     """Iterate until the run's length, or until something asks it to stop, which is returned."""
     settings, progress = run.settings, run.progress
     line, gradients, owed = _Line(run), GradientWatch(run.engine, run.context), False
@@ -306,7 +302,7 @@ def train(run: Run, rows: Iterator | None, valid: dict[str, Iterator | None]) ->
                 run.say(gradients.told(progress.iteration, loss))
             if problem := run.stopping.count(progress.iteration, skipped=skipped):
                 _give_up(run, problem)
-        run.saver.poll()
+        saver.poll()
         run.replicas.after(progress.iteration)
         paused = time.monotonic()
         if valid and settings.train.eval_iters and progress.iteration % settings.train.eval_interval == 0:
@@ -316,21 +312,22 @@ def train(run: Run, rows: Iterator | None, valid: dict[str, Iterator | None]) ->
         if settings.checkpoint.save and interval and (owed or progress.iteration % interval == 0):
             owed = run.stopping.holds_saves_back
             if not owed:
-                _save(run)
+                _save(run, saver)
         line.leave_out(time.monotonic() - paused)
         stop = run.stopping.after(progress.iteration, run.engine.device)
     if stop:
         run.say(f"exiting program at iteration {progress.iteration}: {stop.reason}")
     if settings.checkpoint.save and run.last_saved != progress.iteration and progress.iteration:
-        _save(run)
-    run.saver.finish()
+        _save(run, saver)
+    saver.finish()
     run.stopping.close()
     return stop
 
 
 def _give_up(run: Run, problem: str) -> NoReturn:
     """Collective: end all ranks with this sentence, once a tag that is under way is complete."""
-    run.saver.finish()
+    if run.saver:
+        run.saver.finish()
     raise SharedRunError(problem)
 
 
@@ -424,9 +421,9 @@ def _discard(run: Run, rows: Iterator | None, samples: int) -> None:
     run.say(f"iteration {run.progress.iteration}: data discarded (--skip-train-iteration-range)")
 
 
-def _save(run: Run) -> None:
+def _save(run: Run, saver: save.Saver) -> None:
     run.timers.start("save-checkpoint")
-    run.saver.save(run.engine, run.progress, run.streams)
+    saver.save(run.engine, run.progress, run.streams)
     run.timers.stop("save-checkpoint")
     run.last_saved = run.progress.iteration
 
@@ -471,7 +468,7 @@ def evaluate(run: Run, name: str, rows: Iterator | None, prefix: str) -> float:
     return loss
 
 
-def _final_evaluation(run: Run, valid: dict, test: dict) -> None:
+def _final_evaluation(run: Run, valid: Mapping[str, Iterator | None], test: Mapping[str, Dataset | None]) -> None:
     if not run.settings.train.eval_iters:
         return
     for name, rows in valid.items():

@@ -29,7 +29,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -137,6 +137,7 @@ def _start_worker(tokenizer: Tokenizer, options: EncodeOptions) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends the workers
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     parent = multiprocessing.parent_process()
+    assert parent is not None, "called in workers only"
 
     def end_with_parent() -> None:
         parent.join()
@@ -150,7 +151,7 @@ def _work(lines: list[bytes]) -> list[Result]:
 
 
 def encode_in_order(source: Iterable[Chunk], tokenizer: Tokenizer, options: EncodeOptions,
-                    workers: int) -> Iterator[tuple[Chunk, list[Result]]]:
+                    workers: int) -> Generator[tuple[Chunk, list[Result]], None, None]:
     """Encode chunks in ``workers`` processes (0: in this one) and yield them in order.
 
     At most CHUNKS_PER_WORKER chunks per worker and about BYTES_IN_FLIGHT bytes of text

@@ -55,9 +55,9 @@ def write_layer_folder(target: str | Path, tag: str, source: WeightSource, shape
             tensors = source.layer(index, of_layer)
             _check_layer(tensors, of_layer, source.described(index))
             for rank in range(tp):
-                share = {name: _share(name, tensors, of_layer, shape, rank, tp, dtype) for name in tensors}
-                _write(files.layer_file(part, NUMBERS[layout].of(index, shape.num_layers), rank), share)
-            del tensors, share
+                _write(files.layer_file(part, NUMBERS[layout].of(index, shape.num_layers), rank),
+                       {name: _share(name, tensors, of_layer, shape, rank, tp, dtype) for name in tensors})
+            del tensors
         for rank in range(tp):
             _write(files.mp_rank_file(part, rank), _state(shape, tp, dtype, layout, stored or {}, unknown))
         _write_manifest(part, shape, tp, dtype, stored or {})

@@ -51,6 +51,7 @@ class DeltaSource(WeightSource):
         self._targets, self._folder = targets(delta), folder
         self.replaced: dict[str, torch.Tensor] = {}
         """the base's values of what has been set so far, by canonical name"""
+        self.averaged = base.averaged
 
     def layer(self, index: int, tags: Mapping[str, ParamTag]) -> dict[str, torch.Tensor]:
         tensors, facts = self.base.layer(index, tags), self.delta.facts
@@ -76,10 +77,6 @@ class DeltaSource(WeightSource):
 
     def stored(self) -> dict:
         return self.base.stored() if self._folder is None else files.read(files.mp_rank_file(self._folder, 0))
-
-    @property
-    def averaged(self) -> Mapping[str, float]:
-        return self.base.averaged
 
 
 def is_delta_tag(folder: Path) -> bool:

@@ -66,9 +66,9 @@ def apply(base: str | Path, delta: Delta, target: str | Path, name: str = "the d
     try:
         part.mkdir(parents=True)
         if isinstance(stored.source, HuggingFaceFolder):
-            _copy_hugging_face(changed, stored.source, part)
+            _copy_hugging_face(changed, source, stored.source, part)
         elif isinstance(stored.source, LayerFolder):
-            _copy_tag(changed, part)
+            _copy_tag(changed, source, stored.source, part)
         else:
             raise RunError(f"{folder} is in a format that is not written; convert it with tools/convert_checkpoint.py first")
         if unknown := sorted(targets(delta).keys() - source.replaced.keys()):
@@ -92,25 +92,23 @@ def undo_of(folder: str | Path) -> Delta:
     return read_delta(path)
 
 
-def _changes(changed: Stored) -> Iterator[tuple[int, list[_Change]]]:
-    """What is set, by index of the layer."""
-    source = changed.source
+def _changes(changed: Stored, source: DeltaSource) -> Iterator[tuple[int, list[_Change]]]:
+    """What is set, by index of the layer; ``source`` is that of ``changed``."""
     for index, _, tags, tensors in changed.layers():
         before = {name: source.replaced.get(canonical_name(index, name, source.num_layers)) for name in tags}
-        yield index, [_Change(index, name, tag, tensors[name].to(before[name].dtype))
-                      for name, tag in tags.items() if before[name] is not None]
+        yield index, [_Change(index, name, tags[name], tensors[name].to(value.dtype))
+                      for name, value in before.items() if value is not None]
 
 
 # --- Megatron-DeepSpeed -------------------------------------------------------------------------
 
 
-def _copy_tag(changed: Stored, part: Path) -> None:
+def _copy_tag(changed: Stored, source: DeltaSource, layers: LayerFolder, part: Path) -> None:
     tag = part / changed.folder.name
     tag.mkdir()
     for state in changed.folder.glob("mp_rank_*_model_states.pt"):
         shutil.copyfile(state, tag / state.name)
-    layers = changed.source.base
-    for index, changes in _changes(changed):
+    for index, changes in _changes(changed, source):
         paths = files.layer_files(changed.folder, NUMBERS[layers.layout].of(index, layers.num_layers))
         for rank, path in enumerate(paths):
             content = files.read(path)
@@ -127,17 +125,17 @@ def _copy_tag(changed: Stored, part: Path) -> None:
 # --- Hugging Face -------------------------------------------------------------------------------
 
 
-def _copy_hugging_face(changed: Stored, source: HuggingFaceFolder, part: Path) -> None:
-    file_of, model = source.files.file_of, source.config.model
+def _copy_hugging_face(changed: Stored, source: DeltaSource, base: HuggingFaceFolder, part: Path) -> None:
+    file_of, model = base.files.file_of, base.config.model
     used = {path.name for path in file_of.values()}
     if not used & {"model.safetensors", "pytorch_model.bin"}:  # an index beside these is of other weights
         used.add(INDEX if any(name.endswith(".safetensors") for name in used) else "pytorch_model.bin.index.json")
     for path in changed.folder.iterdir():
         if path.is_file() and path.name != UNDO and (path.name in used or not _WEIGHTS.fullmatch(path.name)):
             shutil.copyfile(path, part / path.name)
-    pairs = {(pair.index, pair.name): pair for pair in source.config.pairs()}
+    pairs = {(pair.index, pair.name): pair for pair in base.config.pairs()}
     pickled: dict[Path, dict[str, torch.Tensor]] = {}
-    for _, changes in _changes(changed):
+    for _, changes in _changes(changed, source):
         for change in changes:
             pair = pairs[change.index, change.name]
             name = pair.hf_name if pair.hf_name in file_of else pair.hf_name.removeprefix(PREFIX)

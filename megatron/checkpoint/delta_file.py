@@ -133,7 +133,7 @@ def read_delta(path: str | Path) -> Delta:
             if (stored.get("format"), stored.get("version")) != (_FORMAT, _VERSION):
                 raise RunError(f"{path} is no bias delta of format {_VERSION}; tools/bitfit_delta.py extract writes one")
             layers = int(stored["layers"])
-            tensors = {}
+            tensors: dict[str, torch.Tensor] = {}
             for key in file.keys():
                 tensors |= _one_by_one(key, file.get_tensor(key), layers)
         prints: dict[str, str] = {}
@@ -269,7 +269,8 @@ def average(deltas: Sequence[Delta], weights: Sequence[float] | None = None) -> 
         if name := next((name for name, value in first.tensors.items() if other.tensors[name].shape != value.shape), None):
             raise RunError(f"deltas of different shapes cannot be averaged: their {name} differs")
     share = [weight / sum(weights) for weight in weights]
-    tensors = {name: sum(part * delta.tensors[name].double() for part, delta in zip(share, deltas)).to(value.dtype)
+    tensors = {name: sum((part * delta.tensors[name].double() for part, delta in zip(share, deltas)),
+                         torch.zeros_like(value, dtype=torch.float64)).to(value.dtype)
                for name, value in first.tensors.items()}
     return replace(first, tensors=tensors)
 

@@ -42,6 +42,7 @@ class DeltaSaves:
         except RunError as error:
             problem = str(error)
         agree(context, problem)
+        assert base is not None  # or all ranks would have ended just above
         shape = settings.model
         self._facts = DeltaFacts(
             num_layers=shape.num_layers, num_attention_heads=shape.num_attention_heads, dtype=shape.params_dtype,
@@ -79,7 +80,7 @@ class DeltaSaves:
             dist.send_object_list([mine], dst=0)
             return everyones
         for stage in range(1, context.pp_size):
-            box = [None]
+            box: list[dict] = [{}]
             dist.recv_object_list(box, src=stage * context.dp_size * context.tp_size)
             everyones |= box[0]
         return everyones
@@ -132,7 +133,7 @@ def _base_of(plan: LoadPlan, config: CheckpointConfig) -> Path:
 
 
 def _own(plan: LoadPlan, config: CheckpointConfig) -> bool:
-    return bool(config.save) and Path(plan.folder).resolve() == Path(config.save).resolve()
+    return bool(config.save and plan.folder and Path(plan.folder).resolve() == Path(config.save).resolve())
 
 
 def _is_whole_tag_of_this_run(plan: LoadPlan, config: CheckpointConfig) -> bool:
@@ -143,10 +144,11 @@ def _check_base(model, base: Path, facts: DeltaFacts, settings: Settings, contex
     """Collective: compare this stage's frozen tensors with those in ``base``, which were not read at this start."""
     problem = None
     try:
-        source = open_source(base, settings.checkpoint) if context.tp_rank == context.dp_rank == 0 else None
-        for local, layer in enumerate(model.forward_funcs if source else ()):
-            if isinstance(layer, torch.nn.Module) and list(layer.parameters()):
-                _check_layer(layer, local + model._local_start, source, facts)
+        if context.tp_rank == context.dp_rank == 0:
+            source = open_source(base, settings.checkpoint)
+            for local, layer in enumerate(model.forward_funcs):
+                if isinstance(layer, torch.nn.Module) and list(layer.parameters()):
+                    _check_layer(layer, local + model._local_start, source, facts)
     except RunError as error:
         problem = str(error)
     agree(context, problem)

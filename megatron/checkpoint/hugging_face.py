@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -86,13 +87,13 @@ def read_config(folder: str | Path) -> StoredConfig:
             raise RunError(f"{path}: {key} is {value!r}, but must be a whole number above 0")
         return value
 
-    wanted = {"quantization_config": None}
+    wanted: dict[str, bool | None] = {"quantization_config": None}
     if kind == "gpt2":
         wanted |= {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
     for key, value in wanted.items():
         if raw.get(key, value) != value:
             raise RunError(f"{path}: {key} is {raw[key]!r}; only {value!r} can be computed here")
-    fields = {name: number(keys) for name, keys in (_BLOOM_KEYS if kind == "bloom" else _GPT2_KEYS).items()}
+    fields: dict[str, Any] = {name: number(keys) for name, keys in (_BLOOM_KEYS if kind == "bloom" else _GPT2_KEYS).items()}
     if kind == "bloom":
         fields |= {"position_embedding_type": "alibi", "embed_layernorm": True, "seq_length": number(("seq_length",), 2048),
                    "apply_residual_connection_post_layernorm":
@@ -160,10 +161,11 @@ class HuggingFaceFolder(WeightSource):
         names = {name.removeprefix(PREFIX): name for name in self.files.file_of}
         if twice := sorted(self.files.file_of.keys() - names.values()):
             raise RunError(f"{folder} holds {_some(twice)} both with and without the leading {PREFIX}")
-        self._stored_name = {pair.hf_name: names.pop(pair.hf_name.removeprefix(PREFIX), None)
-                             for pairs in self.layers.values() for pair in pairs}
+        stored = {pair.hf_name: names.pop(pair.hf_name.removeprefix(PREFIX), None)
+                  for pairs in self.layers.values() for pair in pairs}
         self._head = names.pop(HEAD, None)
-        if missing := [name for name, there in self._stored_name.items() if there is None]:
+        self._stored_name = {name: there for name, there in stored.items() if there is not None}
+        if missing := [name for name in stored if name not in self._stored_name]:
             raise RunError(f"{folder} lacks {_some(missing)} of a {self.config.kind} model with {self.num_layers} layers")
         ignored = _BUFFERS if self.config.kind == "gpt2" else re.compile("$^")
         if unknown := [name for short, name in names.items() if not ignored.fullmatch(short)]:
@@ -184,7 +186,7 @@ class HuggingFaceFolder(WeightSource):
                 raise RunError(f"{there[pair.hf_name]} in {self.files.file_of[there[pair.hf_name]]} is {tensor.dtype} of shape "
                                f"{tuple(tensor.shape)}; by {CONFIG} it should hold floating point numbers of 16 to 64 bits, shape {shape}")
             if pair.layout == VOCABULARY and self._head:
-                self._check_head(there[pair.hf_name], tensor)
+                self._check_head(self._head, there[pair.hf_name], tensor)
             # the table as it is: whoever asks adds or drops padding
             found[pair.name] = tensor if pair.layout == VOCABULARY else from_hugging_face(pair, tensor, self.config.model)
         return found
@@ -193,30 +195,32 @@ class HuggingFaceFolder(WeightSource):
         paths = {self.files.file_of[self._stored_name[pair.hf_name]] for pair in self.layers.get(index, ())}
         return ", ".join(map(str, sorted(paths))) or self.where
 
-    def _check_head(self, name: str, table: torch.Tensor) -> None:
+    def _check_head(self, head: str, name: str, table: torch.Tensor) -> None:
         row = 0
-        for piece in self.files.rows(self._head):
+        for piece in self.files.rows(head):
             if not torch.equal(piece, table[row:row + piece.shape[0]]):
                 break
             row += piece.shape[0]
         if row != table.shape[0]:
-            raise RunError(f"{self._head} in {self.folder} is not equal to {name}: a head of its own cannot be loaded, "
+            raise RunError(f"{head} in {self.folder} is not equal to {name}: a head of its own cannot be loaded, "
                            "models here share the word table with it")
 
 
 def shape_there(pair: NamePair, model: ModelConfig, rows: int) -> tuple[int, ...]:
     """Shape of a parameter in Hugging Face's layout; the word table has ``rows`` rows."""
     hidden, inner = model.hidden_size, model.ffn_hidden_size
-    tables = {"word_embeddings.weight": rows, "position_embeddings.weight": model.max_position_embeddings}
+    tables = {"word_embeddings.weight": rows, "position_embeddings.weight": model.max_position_embeddings or 0}
     if pair.name in tables:
         return tables[pair.name], hidden
     matrices = {"self_attention.query_key_value": (3 * hidden, hidden), "self_attention.dense": (hidden, hidden),
                 "mlp.dense_h_to_4h": (inner, hidden), "mlp.dense_4h_to_h": (hidden, inner)}
     module, _, kind = pair.name.rpartition(".")
-    rows, columns = matrices.get(module, (hidden, None))
-    if kind == "bias" or columns is None:
-        return (rows,)
-    return (columns, rows) if pair.layout in (TRANSPOSED, GROUPED) else (rows, columns)
+    if module not in matrices:
+        return (hidden,)
+    outputs, inputs = matrices[module]
+    if kind == "bias":
+        return (outputs,)
+    return (inputs, outputs) if pair.layout in (TRANSPOSED, GROUPED) else (outputs, inputs)
 
 
 def _some(names: list[str]) -> str:

@@ -8,6 +8,7 @@ import os
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -181,13 +182,14 @@ def to_folder(checkpoint: str | Path, target: str | Path, *, base: str | Path | 
     if source.num_layers != model.num_layers:
         raise RunError(f"{folder} holds {source.num_layers} layers, {base or 'its state file'} describes {model.num_layers}")
     pairs = StoredConfig(kind, model, 0, {}).pairs()
-    true_sizes = {base and read_config(base).rows, stored_vocabulary(state)}
+    true_sizes = {read_config(base).rows if base else None, stored_vocabulary(state)}
     part = files.unfinished(target, folder)
     writer = ShardWriter(part, [pair.hf_name for pair in pairs], max_shard_bytes)
     try:
         part.mkdir(parents=True)
         tags = layer_tags(gated=False, learned_positions=kind == "gpt2", embed_layernorm=kind == "bloom")
         rows = stored_rows = parameters = missing = 0
+        table_dtype = torch.float32  # until the word table is read
         for index in tqdm(layer_order(model.num_layers), desc=f"writing {target.name}", unit="layer", disable=None):
             tensors = source.layer(index, tags[layer_kind(index, model.num_layers)])
             for pair in (pair for pair in pairs if pair.index == index):
@@ -195,11 +197,11 @@ def to_folder(checkpoint: str | Path, target: str | Path, *, base: str | Path | 
                     raise RunError(f"{source.described(index)} lacks {pair.name}")
                 tensor = tensors.pop(pair.name)
                 if pair.layout == VOCABULARY:
-                    if missing := _missing_rows(base, tensor.shape[0]):
+                    if base is not None and (missing := _missing_rows(base, tensor.shape[0])):
                         tensor = torch.cat([tensor, _rows_of(base, tensor.shape[0]).to(tensor.dtype)])
                     stored_rows = tensor.shape[0]
                     rows = _kept_rows(stored_rows, true_sizes, keep_padding)
-                    tensor, vocabulary_dtype = tensor[:rows], tensor.dtype
+                    tensor, table_dtype = tensor[:rows], tensor.dtype
                 _check_shape(pair, tensor, model, rows, source)
                 tensor = convert_dtype(pair.hf_name, to_hugging_face(pair, tensor, model, keep_padding=True), dtype)
                 writer.add(pair.hf_name, tensor)
@@ -208,7 +210,7 @@ def to_folder(checkpoint: str | Path, target: str | Path, *, base: str | Path | 
             if unknown := sorted(name for name in tensors if not name.startswith("self_attention.")):
                 raise RunError(f"{source.described(index)} holds {', '.join(unknown[:3])}, for which {CLASSES[kind]} has no place")
         written = writer.close()
-        stored_dtype = vocabulary_dtype if dtype == "keep" else DTYPES[dtype]
+        stored_dtype = table_dtype if dtype == "keep" else DTYPES[dtype]
         carried = _write_rest(part, base, state, model, kind, rows, stored_dtype)
         files.publish(part, target)
     except BaseException as error:
@@ -261,7 +263,7 @@ def _model(folder: Path, state: dict, base: Path | None) -> tuple[ModelConfig, s
     if silent := [name for name in _TOLD if name not in stored]:
         raise RunError(f"{folder} does not tell the {', '.join(silent)} of its model; give --base with a Hugging Face folder "
                        "of the same architecture")
-    lengths = {name: stored_arguments(state).get(name) or 2048 for name in ("seq_length", "max_position_embeddings")}
+    lengths: dict[str, Any] = {name: stored_arguments(state).get(name) or 2048 for name in ("seq_length", "max_position_embeddings")}
     kinds = {"alibi": "bloom", "absolute": "gpt2"}
     if stored["position_embedding_type"] not in kinds:
         raise RunError(f"{folder} holds a model with {stored['position_embedding_type']} positions, which neither BLOOM "
@@ -284,9 +286,9 @@ def _kept_rows(stored: int, true_sizes: set[int | None], keep_padding: bool) -> 
     return stored if keep_padding else max(fitting, default=stored)
 
 
-def _missing_rows(base: Path | None, stored: int) -> int:
+def _missing_rows(base: Path, stored: int) -> int:
     """How many rows the table of ``base`` has beyond ``stored`` ones; 0 without weights there."""
-    if base is None or not any(base.glob("*.safetensors*")) and not any(base.glob("*.bin*")):
+    if not any(base.glob("*.safetensors*")) and not any(base.glob("*.bin*")):
         return 0
     return max(0, read_config(base).rows - stored)
 

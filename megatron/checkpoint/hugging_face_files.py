@@ -12,7 +12,9 @@ import pickle
 import struct
 import zipfile
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -136,6 +138,16 @@ def _guarded(path: Path, read):
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
+@dataclass
+class _Shard:
+    """The file in hand."""
+
+    file: BinaryIO
+    header: dict[str, dict] = field(default_factory=dict)
+    size: int = 0
+    """bytes of tensors so far"""
+
+
 class ShardWriter:
     """``safetensors`` files of at most ``max_bytes`` of tensors each, written as tensors come.
 
@@ -148,30 +160,31 @@ class ShardWriter:
         self.folder, self.max_bytes = folder, max_bytes
         self._room = 64 + sum(len(json.dumps(name)) + 160 for name in names)
         self._room += -self._room % 8
-        self._file, self._header, self._size = None, {}, 0
+        self._shard: _Shard | None = None
         self._shards: list[list[str]] = []
         self.total_bytes = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Append one tensor of floating point numbers, in its dtype."""
         size = tensor.numel() * tensor.element_size()
-        if self._file and self._size + size > self.max_bytes:
-            self._finish()
-        if not self._file:
-            self._file = open(self._part(len(self._shards)), "wb")  # noqa: SIM115 (closed in _finish)
-            self._file.seek(8 + self._room)
-            self._header, self._size = {}, 0
+        shard = self._shard
+        if shard and shard.size + size > self.max_bytes:
+            self._finish(shard)
+            shard = None
+        if shard is None:
+            shard = self._shard = _Shard(open(self._part(len(self._shards)), "wb"))  # noqa: SIM115 (closed in _finish)
+            shard.file.seek(8 + self._room)
         data = tensor.detach().cpu().contiguous()
-        self._file.write(memoryview(data.view(-1).view(torch.uint8).numpy()))
-        self._header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape),
-                              "data_offsets": [self._size, self._size + size]}
-        self._size += size
+        shard.file.write(data.view(-1).view(torch.uint8).numpy().data)
+        shard.header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape),
+                              "data_offsets": [shard.size, shard.size + size]}
+        shard.size += size
         self.total_bytes += size
 
     def close(self) -> list[Path]:
         """Finish the last shard, give all of them their names and write the index of several."""
-        if self._file:
-            self._finish()
+        if self._shard:
+            self._finish(self._shard)
         count = len(self._shards)
         names = ["model.safetensors"] if count == 1 else [f"model-{number + 1:05d}-of-{count:05d}.safetensors"
                                                           for number in range(count)]
@@ -185,18 +198,18 @@ class ShardWriter:
 
     def abandon(self) -> None:
         """Close the file in hand; the folder is left to the caller."""
-        if self._file:
-            self._file.close()
+        if self._shard:
+            self._shard.file.close()
 
     def _part(self, number: int) -> Path:
         return self.folder / f"shard-{number}.part"
 
-    def _finish(self) -> None:
-        header = json.dumps({"__metadata__": {"format": "pt"}, **self._header}, separators=(",", ":")).encode()
-        self._file.seek(0)
-        self._file.write(struct.pack("<Q", self._room) + header.ljust(self._room))
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        self._shards.append(list(self._header))
-        self._file = None
+    def _finish(self, shard: _Shard) -> None:
+        header = json.dumps({"__metadata__": {"format": "pt"}, **shard.header}, separators=(",", ":")).encode()
+        shard.file.seek(0)
+        shard.file.write(struct.pack("<Q", self._room) + header.ljust(self._room))
+        shard.file.flush()
+        os.fsync(shard.file.fileno())
+        shard.file.close()
+        self._shards.append(list(shard.header))
+        self._shard = None

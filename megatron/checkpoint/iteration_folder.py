@@ -80,7 +80,8 @@ class IterationFolder(ShareSource):
 
     def _find_layers(self, stages: int) -> tuple[dict[int, tuple[int, str | int]], int]:
         """Where each pipeline layer (our index) lies: stage, and part of its file; and the number of blocks."""
-        places, blocks, final = {}, 0, None
+        places: dict[int, tuple[int, str | int]] = {}
+        blocks, final = 0, None
         for stage in range(stages):
             parts = self._parts(0, stage)
             local = sorted(part for part in parts if isinstance(part, int))

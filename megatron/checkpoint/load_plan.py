@@ -60,8 +60,9 @@ class LoadPlan:
 
     @property
     def path(self) -> Path:
-        """The folder with the files."""
-        return Path(self.folder) / self.tag if self.tag else Path(self.folder)
+        """The folder with the files; asked for only where something is loaded."""
+        assert self.folder is not None, self.reason
+        return Path(self.folder, self.tag or "")
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,10 @@ class _Found:
     @property
     def name(self) -> str:
         return f"{self.folder} ({self.tag or 'Hugging Face format'})"
+
+    @property
+    def path(self) -> Path:
+        return Path(self.folder, self.tag or "")
 
 
 # --- one process --------------------------------------------------------------------------------
@@ -146,10 +151,10 @@ def _unused(config: CheckpointConfig, own: _Found) -> str:
     """What a resume from ``--save`` leaves unread, for the log. Raises RunError for a tag of the run itself."""
     if not config.load:
         base = ""
-    elif _same(str(Path(config.load).parent), config.save) and _is_tag(Path(config.load)):
+    elif _same(str(Path(config.load).parent), own.folder) and _is_tag(Path(config.load)):
         raise RunError(f"--load {config.load} is a tag of this run, which would go on from {own.tag}; to go back to it, "
-                       f"write {Path(config.load).name} into {Path(config.save) / files.LATEST}, or --save elsewhere")
-    elif (Path(own.folder) / own.tag / _DELTA).exists():
+                       f"write {Path(config.load).name} into {Path(own.folder) / files.LATEST}, or --save elsewhere")
+    elif (own.path / _DELTA).exists():
         base = f"; the weights that do not train come from its base, --load {config.load}"
     else:
         base = f"; --load {config.load} was its base and is not read again"
@@ -208,8 +213,8 @@ def _iteration(flag: str, root: Path) -> _Found | None:
 
 def _whole(flag: str, found: _Found, bad: Mapping[str, str], optimizer: bool) -> _Found:
     """``found``, unless its files are not those of its manifest."""
-    path = Path(found.folder) / found.tag
-    if wrong := bad.get(found.tag) or manifest.damage(path, optimizer=optimizer):
+    path = found.path
+    if wrong := bad.get(path.name) or manifest.damage(path, optimizer=optimizer):
         raise RunError(f"{flag} {path} is damaged: {wrong}; copy it again, or load another tag")
     return found
 
@@ -292,7 +297,8 @@ def shared_plan(config: CheckpointConfig, context: ParallelContext, *, eval_only
 
 
 def _plan_of_rank_0(config: CheckpointConfig, context: ParallelContext, eval_only: bool, damaged: dict[str, str]) -> LoadPlan:
-    plan, problem, theirs = None, None, None
+    plan, problem = LoadPlan(None, None), None
+    theirs: dict[str, str] = {}
     if context.rank == 0:
         try:
             plan = plan_load(config, eval_only=eval_only, damaged=damaged)
@@ -318,7 +324,7 @@ def _plan_of_rank_0(config: CheckpointConfig, context: ParallelContext, eval_onl
 def _gathered(context: ParallelContext, mine: str | None) -> list[str | None]:
     everyones = [mine]
     if context.world_size > 1:
-        everyones = [None] * context.world_size
+        everyones *= context.world_size
         dist.all_gather_object(everyones, mine)
     return everyones
 

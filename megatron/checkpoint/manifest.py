@@ -191,6 +191,7 @@ def usable_tag(folder: str | Path, verify: bool = False, *, damaged: Mapping[str
     """
     folder = Path(folder)
     tag = files.latest_tag(folder)
+    wrong: str | None
     if tag is None:
         wrong = "has no file 'latest'"
     elif not tag or Path(tag).name != tag or not (folder / tag).is_dir():

@@ -212,7 +212,7 @@ def load_optimizer(optimizer, model: torch.nn.Module, shards: OptimizerShards, c
     flats = [group["params"][0] for group in inner.param_groups]
     moments = [{key: torch.zeros_like(flat) for key in shards.moments} for flat in flats]
     for name, param in trainable(model):
-        place = param._hp_mapping
+        place = param._hp_mapping  # type: ignore[attr-defined]  # DeepSpeed's
         if place is None:  # other DP ranks update it
             continue
         here, there = place.hp_fragment_address, place.lp_fragment_address

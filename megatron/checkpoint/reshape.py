@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from megatron.checkpoint.convert import write_layer_folder
 from megatron.checkpoint.delta import is_delta_tag
@@ -36,6 +37,7 @@ def reshape(load: str, save: str, *, tp: int, dtype: str | None = None, layout: 
     if not isinstance(source, ShareSource):
         raise RunError(f"{plan.path} holds biases alone; tools/bitfit_delta.py apply puts them onto a copy of their base"
                        if is_delta_tag(plan.path) else f"--load {load} is a Hugging Face folder; from-hf converts it")
+    assert plan.tag is not None  # only a Hugging Face folder has none
     stored = source.stored()
     shape, unknown = shape_of(source, heads=heads, vocab_size=vocab_size)
     rows = rows_for(shape, stored_arguments(stored), tp)
@@ -92,7 +94,7 @@ def _seen(source: ShareSource) -> dict:
         rows, hidden = embedding["word_embeddings.weight"][0]
         kind = embedding["word_embeddings.weight"][1]
         inner = block["mlp.dense_4h_to_h.weight"][0][1]
-        seen = {"num_layers": source.num_layers, "hidden_size": hidden, "padded_vocab_size": rows * source.degree,
+        seen: dict[str, Any] = {"num_layers": source.num_layers, "hidden_size": hidden, "padded_vocab_size": rows * source.degree,
                 "projection_size": block["self_attention.dense.weight"][0][1] * source.degree,
                 "ffn_hidden_size": inner * source.degree, "gated": block["mlp.dense_h_to_4h.weight"][0][0] == 2 * inner,
                 "embed_layernorm": "word_embeddings.norm.weight" in embedding}

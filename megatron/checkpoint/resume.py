@@ -108,7 +108,8 @@ def check_trained(plan: LoadPlan, stored: dict, settings: Settings, context: Par
     """
     if not plan.resume:
         return
-    problem, box = None, [frozenset()]
+    problem = None
+    box: list[frozenset[str]] = [frozenset()]
     if context.rank == 0:  # some thousand files at times, and the same for all
         try:
             box = [_open_shards(plan, stored, settings).names]
@@ -159,7 +160,7 @@ def _trained_anywhere(model, context: ParallelContext) -> frozenset[str]:
     mine = trained_names(model) if context.tp_rank == context.dp_rank == 0 else []
     everyones = [mine]
     if context.world_size > 1:
-        everyones = [None] * context.world_size
+        everyones *= context.world_size
         dist.all_gather_object(everyones, mine)
     return frozenset(name for names in everyones for name in names)
 
@@ -168,7 +169,8 @@ def _kind(bitfit: bool | None, terms: Sequence[str] | None) -> str:
     """What trains, in the words of the command line."""
     if not bitfit:
         return "full training"
-    return f"--bitfit --bitfit-bias-terms {'all' if set(terms or BIAS_TERMS) == set(BIAS_TERMS) else ' '.join(terms)}"
+    terms = terms or BIAS_TERMS
+    return f"--bitfit --bitfit-bias-terms {'all' if set(terms) == set(BIAS_TERMS) else ' '.join(terms)}"
 
 
 def resume(engine, plan: LoadPlan, stored: dict, streams, settings: Settings, context: ParallelContext) -> Progress:
@@ -200,7 +202,8 @@ def resume(engine, plan: LoadPlan, stored: dict, streams, settings: Settings, co
         engine.global_samples = stored.get("global_samples", engine.global_steps * engine.train_batch_size())
         engine.skipped_steps = stored.get("skipped_steps", 0)
     progress = stored_progress(stored) if plan.progress else Progress()
-    saved = saved_degrees(stored, plan.path) if stored else None
+    # both need the state file of a run
+    saved = saved_degrees(stored, plan.path) if plan.resume or plan.rng else (1, 1, 1)
     problem = None
     anew = plan.rng and ("torch_rng_state" not in stored or saved[:2] != (context.tp_size, context.pp_size))
     if anew:

@@ -57,7 +57,7 @@ class Saver:
         self.settings, self.context, self._deltas = settings, context, deltas
         self.folder = Path(settings.checkpoint.save or "")
         self._pending: _Pending | None = None
-        self._run = _run_of(plan) if context.rank == 0 else None
+        self._run = _run_of(plan) if context.rank == 0 else ""  # rank 0 alone writes manifests
         self._known = _newest(self.folder)[0] if context.rank == 0 and settings.checkpoint.save else 0
 
     def save(self, engine, progress: Progress, streams) -> None:
@@ -143,7 +143,7 @@ class Saver:
             raise
         everyones = [entries]
         if self.context.world_size > 1:
-            everyones = [None] * self.context.world_size
+            everyones *= self.context.world_size
             dist.all_gather_object(everyones, entries)
         return [entry for each in everyones for entry in each]
 
@@ -154,11 +154,13 @@ class Saver:
         manifest.write(part, manifest.Manifest(
             iteration=pending.iteration, run=self._run, degrees=degrees, dtype=self.settings.model.params_dtype,
             sequence=sequence, files=tuple(sorted(entries, key=lambda entry: entry.name))))
-        for wait in (0, *NETWORK_DELAYS):
-            time.sleep(wait)
-            if (wrong := manifest.damage(part)) is None:
+        wrong = manifest.damage(part)
+        for wait in NETWORK_DELAYS:
+            if wrong is None:
                 break
-        else:
+            time.sleep(wait)
+            wrong = manifest.damage(part)
+        if wrong is not None:
             raise RunError(f"{wrong}; --save must be on a file system that all ranks share")
         files.replace_folder(part, self.folder / pending.tag)
         self._known = sequence

@@ -45,7 +45,7 @@ def fill_layer(layer: torch.nn.Module, index: int, source: WeightSource, context
     for name, param in params.items():
         tag, whole = tag_of(param), tensors[name]
         if tag.tied:
-            if whole.shape[0] < (needed := layer.config.vocab_size if hasattr(layer, "config") else 0):
+            if whole.shape[0] < (needed := getattr(getattr(layer, "config", None), "vocab_size", 0)):
                 raise RunError(f"{name} in {where} has {whole.shape[0]:,} rows, the tokenizer {needed:,} token ids")
         param.copy_(cut(whole, param, context, f"{name} in {where}"))
     separate_again(layer)

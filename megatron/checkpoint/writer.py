@@ -115,15 +115,16 @@ class TagWriter:
         self._futures.append(self._pool.submit(self.attempt, self._write, path, memory.pour))
 
     def _write(self, path: Path, fill: Callable) -> None:
+        written: list[Entry] = []
+
         def into(part: Path) -> None:
-            nonlocal sink
             with open(part, "wb") as file:
                 sink = CheckedFile(file)
                 fill(sink)
                 sink.flush()
                 if sink.problem is not None:
                     raise sink.problem
+            written.append(Entry(path.name, sink.bytes, f"{sink.crc32:08x}"))
 
-        sink = None
         files.replace(path, into)
-        self._entries.append(Entry(path.name, sink.bytes, f"{sink.crc32:08x}"))
+        self._entries += written

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache as remember
 
@@ -144,8 +144,9 @@ class Datasets:
 
     train: Dataset | None
     """None when no training samples are wanted or the split gives it no documents"""
-    valid: dict[str, Dataset] = field(default_factory=dict)
-    test: dict[str, Dataset] = field(default_factory=dict)
+    valid: Mapping[str, Dataset | None] = field(default_factory=dict)
+    """None under a name: the set is not read on this rank"""
+    test: Mapping[str, Dataset | None] = field(default_factory=dict)
 
     def facts(self) -> dict[str, str]:
         """What each set holds, in words; equal on ranks that read the same samples in the same order."""

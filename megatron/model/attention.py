@@ -43,11 +43,11 @@ class SelfAttention(torch.nn.Module):
         self.positions = positions
         self.heads = split_evenly(config.num_attention_heads, context)
         self.layer_scale = max(1, layer_number) if config.query_key_layer_scaling else 1
-        shared = {"config": config, "context": context, "streams": streams}
-        self.query_key_value = ColumnParallelLinear(config.hidden_size, 3 * config.projection_size,
-                                                    std=config.init_method_std, **shared)
-        self.dense = RowParallelLinear(config.projection_size, config.hidden_size,
-                                       std=output_std(config), **shared)
+        self.query_key_value = ColumnParallelLinear(
+            config.hidden_size, 3 * config.projection_size, std=config.init_method_std,
+            config=config, context=context, streams=streams)
+        self.dense = RowParallelLinear(config.projection_size, config.hidden_size, std=output_std(config),
+                                       config=config, context=context, streams=streams)
         if config.position_embedding_type == "rotary":
             self.rotary_emb = _RotaryBuffer(config.kv_channels)
 
@@ -57,9 +57,9 @@ class SelfAttention(torch.nn.Module):
         width = self.config.kv_channels
         fused = self.query_key_value(x).view(batch, length, self.heads, 3, width)
         if self.config.position_embedding_type == "rotary":
-            tables = self.positions.rotary(length, x.device, x.dtype)
+            cosines, sines = self.positions.rotary(length, x.device, x.dtype)
             query, key, value = fused.unbind(3)
-            tables = [table[:, None] for table in tables]  # one for all heads of a position
+            tables = cosines[:, None], sines[:, None]  # one for all heads of a position
             fused = torch.stack((rotate(query, tables), rotate(key, tables), value), dim=3)
 
         dropout = self.config.attention_dropout if self.training else 0.0

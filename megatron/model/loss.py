@@ -38,6 +38,12 @@ class GlobalWeight:
             dist.all_reduce(total, group=self._context.dp_group)
         self.per_micro_batch = total / (len(masks) * self._context.dp_size)
 
+    @property
+    def of_micro_batch(self) -> torch.Tensor:
+        """``per_micro_batch``; the loop sets it before the first micro-batch of each global batch."""
+        assert self.per_micro_batch is not None, "a loss was asked for before its global batch was weighed"
+        return self.per_micro_batch
+
 
 def loss_function(config: ModelConfig, context: ParallelContext, weight: GlobalWeight | None = None):
     """The loss of one micro-batch, called with logits [b, s, V / TP] and (labels, loss mask), each [b, s].
@@ -55,7 +61,7 @@ def loss_function(config: ModelConfig, context: ParallelContext, weight: GlobalW
         weights = mask.float()
         # a target outside the vocabulary has infinite loss; where masked out it must not count
         total = torch.where(weights != 0, losses * weights, 0.0).sum()
-        divisor = weights.sum() if weight is None else weight.per_micro_batch
+        divisor = weights.sum() if weight is None else weight.of_micro_batch
         return total / divisor.clamp(min=torch.finfo(torch.float32).tiny)
 
     return loss

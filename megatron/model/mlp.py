@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -13,9 +14,10 @@ from megatron.mpu.context import ParallelContext
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.random import RandomStreams
 
-PLAIN = {"gelu_tanh": gelu_tanh, "gelu_erf": F.gelu}
+PLAIN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"gelu_tanh": gelu_tanh, "gelu_erf": F.gelu}
 #: what the gate goes through in the variants of arXiv 2002.05202
-GATES = {"liglu": lambda gate: gate, "geglu": F.gelu, "reglu": F.relu, "swiglu": F.silu}
+GATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "liglu": lambda gate: gate, "geglu": F.gelu, "reglu": F.relu, "swiglu": F.silu}
 
 
 def output_std(config: ModelConfig) -> float:
@@ -32,11 +34,11 @@ class MLP(torch.nn.Module):
             raise ValueError(f"activation {config.activation!r} is not one of {', '.join((*PLAIN, *GATES))}")
         self.activation = config.activation
         halves = 2 if config.gated else 1
-        shared = {"config": config, "context": context, "streams": streams}
-        self.dense_h_to_4h = ColumnParallelLinear(config.hidden_size, halves * config.ffn_hidden_size,
-                                                  std=config.init_method_std, blocks=halves, **shared)
-        self.dense_4h_to_h = RowParallelLinear(config.ffn_hidden_size, config.hidden_size,
-                                               std=output_std(config), **shared)
+        self.dense_h_to_4h = ColumnParallelLinear(
+            config.hidden_size, halves * config.ffn_hidden_size, std=config.init_method_std, blocks=halves,
+            config=config, context=context, streams=streams)
+        self.dense_4h_to_h = RowParallelLinear(config.ffn_hidden_size, config.hidden_size, std=output_std(config),
+                                               config=config, context=context, streams=streams)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.dense_h_to_4h(x)

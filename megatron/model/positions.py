@@ -79,11 +79,10 @@ class PositionCache:
         self._slopes = None
         if config.position_embedding_type == "alibi":
             self._slopes = local_alibi_slopes(config.num_attention_heads, context)
-        self._bias_for: tuple | None = None
-        self._bias: torch.Tensor | None = None
+        # what the last result was made for, and the result
+        self._bias: tuple[tuple, torch.Tensor] | None = None
         self._segments: torch.Tensor | None = None
-        self._tables_for: tuple | None = None
-        self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._tables: tuple[tuple, tuple[torch.Tensor, torch.Tensor]] | None = None
 
     @property
     def plain_causal(self) -> bool:
@@ -101,23 +100,24 @@ class PositionCache:
         them, and so no row is without a visible key. ALiBi counts row positions; within
         a segment the difference is a constant per query, to which softmax is blind.
         """
-        key = (length, device, dtype)
+        key: tuple = (length, device, dtype)
         # the segments seen last are kept, so an equal address means the same memory
         if segments is not None:
             key += (tuple(segments.shape), segments.data_ptr(), segments._version)
-        if self._bias_for == key:
-            return self._bias
+        if self._bias is not None and self._bias[0] == key:
+            return self._bias[1]
         if segments is None:
             hidden = torch.ones(length, length, dtype=torch.bool, device=device).triu(1)[None, None]
         else:
             hidden = hidden_keys(segments, segments, 0, self._config.prefix_lm)[:, None]
-        if self._slopes is None:
+        per_key = self.key_bias(length, device, dtype)
+        if per_key is None:
             bias = torch.zeros(hidden.shape, dtype=dtype, device=device)
         else:
-            bias = self.key_bias(length, device, dtype).to(dtype)[None, :, None, :]
-        self._bias = bias.masked_fill(hidden, -torch.inf)
-        self._bias_for, self._segments = key, segments
-        return self._bias
+            bias = per_key.to(dtype)[None, :, None, :]
+        bias = bias.masked_fill(hidden, -torch.inf)
+        self._bias, self._segments = (key, bias), segments
+        return bias
 
     def key_bias(self, length: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor | None:
         """ALiBi alone, fp32 [heads / TP, length], the same for every query; None where not used.
@@ -134,7 +134,6 @@ class PositionCache:
                dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotary tables [length, kv_channels] for this forward."""
         key = (length, device, dtype)
-        if self._tables_for != key:
-            self._tables = rotary_tables(length, self._config.kv_channels, device, dtype)
-            self._tables_for = key
-        return self._tables
+        if self._tables is None or self._tables[0] != key:
+            self._tables = key, rotary_tables(length, self._config.kv_channels, device, dtype)
+        return self._tables[1]

@@ -6,6 +6,8 @@ gradient and keeps no input, while the bias and the input still get their gradie
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from deepspeed.accelerator import get_accelerator
@@ -80,10 +82,16 @@ class ColumnParallelLinear(torch.nn.Module):
     ``blocks`` equal parts of the outputs are each split on their own (2 for a GLU).
     """
 
+    slice_heads: int
+    """heads on this rank where slices of the bias train alone (``megatron.partial_bias``); 0 elsewhere"""
+    merged_bias: Callable[[ColumnParallelLinear], torch.Tensor] | None
+    """what puts such a bias together; None where ``bias`` is the bias"""
+
     def __init__(self, in_features: int, out_features: int, *, config: ModelConfig, context: ParallelContext,
                  streams: RandomStreams, std: float, bias: bool = True, blocks: int = 1) -> None:
         super().__init__()
         self.context = context
+        self.slice_heads, self.merged_bias = 0, None
         tag = ParamTag(dim=0, blocks=blocks)
         local = split_evenly(out_features, context, blocks)
         self.weight = normal_parameter((out_features, in_features), std, tag=tag, config=config,
@@ -91,11 +99,8 @@ class ColumnParallelLinear(torch.nn.Module):
         self.bias = constant_parameter((local,), 0.0, tag=tag, config=config) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.weight, self.current_bias(), self.context, sum_input_gradients=True)
-
-    def current_bias(self) -> torch.Tensor | None:
-        """The bias this forward adds, [out_features / TP]; a place where another one can be put in."""
-        return self.bias
+        bias = self.bias if self.merged_bias is None else self.merged_bias(self)
+        return linear(x, self.weight, bias, self.context, sum_input_gradients=True)
 
 
 class RowParallelLinear(torch.nn.Module):

@@ -8,6 +8,7 @@ into the buffers it owns, so that no copy is made for it.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -66,7 +67,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        x, weight = (None, ctx.frozen) if ctx.frozen is not None else ctx.saved_tensors
+        kept: tuple[Any, torch.Tensor] = ctx.saved_tensors if ctx.frozen is None else (None, ctx.frozen)
+        x, weight = kept
         grad_x = grad_weight = grad_bias = waiting = None
         if ctx.needs_input_grad[0]:
             grad_x = multiply(grad, weight.t())

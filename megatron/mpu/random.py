@@ -96,11 +96,12 @@ def capture_rng_state(streams: RandomStreams) -> dict:
     ``torch.load(weights_only=True)`` can read it back; the keys are the ones of the
     trainers our users come from.
     """
-    kind, keys, position, has_gauss, cached = numpy.random.get_state()
+    generator = numpy.random.get_state(legacy=False)
+    keys, position = generator["state"]["key"], generator["state"]["pos"]
     return {
         "random_rng_state": random.getstate(),
-        "np_rng_state": (str(kind), torch.from_numpy(keys.astype("int64")), int(position),
-                         int(has_gauss), float(cached)),
+        "np_rng_state": (str(generator["bit_generator"]), torch.from_numpy(keys.astype("int64")), int(position),
+                         int(generator["has_gauss"]), float(generator["gauss"])),
         "torch_rng_state": torch.get_rng_state(),
         "cuda_rng_state": _device_state(),
         "rng_tracker_states": {_STREAM_NAME: streams.get_state()},

@@ -31,15 +31,19 @@ REPLICATED = ParamTag()
 
 def tag_parameter(param: torch.nn.Parameter, tag: ParamTag) -> torch.nn.Parameter:
     """Attach ``tag`` and the attributes DeepSpeed's gradient norm looks at."""
-    param.tag = tag
-    param.tensor_model_parallel = tag.dim is not None
+    mark(param, tag=tag, tensor_model_parallel=tag.dim is not None)
     if tag.dim is not None:
-        param.partition_dim = tag.dim
-        param.partition_stride = tag.blocks
+        mark(param, partition_dim=tag.dim, partition_stride=tag.blocks)
     return param
 
 
-def tag_of(param: torch.nn.Parameter) -> ParamTag:
+def mark(param: torch.Tensor, **attributes: object) -> None:
+    """Set attributes that torch's class does not declare: ours, and those DeepSpeed looks for."""
+    for name, value in attributes.items():
+        setattr(param, name, value)
+
+
+def tag_of(param: torch.Tensor) -> ParamTag:
     """The tag of ``param``; a parameter without one is a programming error."""
     tag = getattr(param, "tag", None)
     if tag is None:

@@ -21,9 +21,9 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     if config.vocab_extra_ids < 0:
         raise RunError(f"--vocab-extra-ids {config.vocab_extra_ids} is negative")
     if kind == "GPT2BPETokenizer":
-        for flag, value in (("--vocab-file", config.vocab_file), ("--merge-file", config.merge_file)):
-            if not value:
-                raise RunError(f"--tokenizer-type GPT2BPETokenizer needs {flag}")
+        if not config.vocab_file or not config.merge_file:
+            raise RunError("--tokenizer-type GPT2BPETokenizer needs "
+                           f"{'--merge-file' if config.vocab_file else '--vocab-file'}")
         if config.vocab_extra_ids:
             raise RunError(f"--vocab-extra-ids {config.vocab_extra_ids} needs --tokenizer-type PretrainedFromHF; "
                            "GPT2BPETokenizer knows no added tokens")

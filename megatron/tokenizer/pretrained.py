@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 
 from megatron.errors import RunError
+from megatron.tokenizer import segments
 from megatron.tokenizer.base import Tokenizer
+
+#: steps of the ``tokenizers`` library that look at no more than the characters around a place
+_WORD_BY_WORD = {"Sequence", "Split", "ByteLevel", "Digits", "Punctuation", "Whitespace", "WhitespaceSplit"}
+_AROUND = 256
+"""characters on each side that decide whether a text is cut at a place"""
 
 
 class PretrainedFromHF(Tokenizer):
@@ -35,14 +42,43 @@ class PretrainedFromHF(Tokenizer):
         super().__init__(f"PretrainedFromHF({name_or_path})", size,
                          {role: i for role, i in special.items() if i is not None})
         self._backend = backend
+        self._by_words = _encodes_words(backend)
 
     def tokenize(self, text: str) -> list[int]:
         self._check_text(text)
+        if not self._by_words or len(text) <= segments.SEGMENT:
+            return self._encode(text)
+        ids: list[int] = []
+        for segment in segments.segments(text, segments.SEGMENT, self._is_cut):
+            ids += self._encode(segment)
+        return ids
+
+    def _encode(self, text: str) -> list[int]:
         return self._backend(text, verbose=False)["input_ids"]  # verbose would warn of long documents
+
+    def _is_cut(self, text: str, at: int) -> bool:
+        """Whether what stands around this place is encoded alike in one piece and in two (an added token may span it)."""
+        before, behind = text[max(0, at - _AROUND):at], text[at:at + _AROUND]
+        return self._encode(before + behind) == self._encode(before) + self._encode(behind)
 
     def detokenize(self, ids: Sequence[int]) -> str:
         self._check_ids(ids)
         return self._backend.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def _encodes_words(backend) -> bool:
+    """Whether each word is encoded by itself, and nothing is added at the ends of a text.
+
+    So it is for the byte-level BPE of BLOOM and GPT-2. Others, of which this is not known, get their texts whole.
+    """
+    library = getattr(backend, "backend_tokenizer", None)
+    if library is None or library.normalizer is not None or library.pre_tokenizer is None:
+        return False
+    steps = [json.loads(library.pre_tokenizer.__getstate__())]
+    for step in steps:
+        steps += step.get("pretokenizers", [])
+    return (all(step["type"] in _WORD_BY_WORD and not step.get("add_prefix_space") for step in steps)
+            and backend("a b")["input_ids"] == backend("a b", add_special_tokens=False)["input_ids"])
 
 
 def _load(name: str):
@@ -50,7 +86,7 @@ def _load(name: str):
         import transformers
     except ImportError as error:
         raise RunError(f"--tokenizer-type PretrainedFromHF needs transformers: {error}") from None
-    folder = name
+    folder: str | None = name
     if os.path.isfile(name):
         folder = os.path.dirname(os.path.abspath(name))
         beside = os.path.join(folder, "tokenizer_config.json")
