@@ -1,6 +1,8 @@
 """A rank that only joins and then takes part in two exchanges; started by tests/test_meeting.py.
 
-    meeting_script.py --minutes M --day DAY    DAY: plain, sleep (in the second exchange, rank 1), gone (rank 1)
+    meeting_script.py --minutes M --day DAY [--device D]
+
+DAY: plain, sleep (in the second exchange, rank 1), gone (rank 1). With D, the accelerator it would say it is on, it only meets.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--day", default="plain")
+    parser.add_argument("--device")
     parser.add_argument("--tp", type=int, default=1)
     given = parser.parse_args()
     try:
@@ -36,8 +39,16 @@ def main() -> int:
     import torch.distributed as dist
 
     from megatron.initialize import initialize_distributed, overdue, shutdown
+    from megatron.meeting import meet
 
     try:
+        if given.device:
+            store = meet(parallel, world.master_addr, world.master_port, given.device.replace("RANK", str(world.rank)))
+            print(f"rank {world.rank} goes on", flush=True)
+            store.add("left", 1)
+            while world.rank == 0 and store.add("left", 0) < world.world_size:
+                time.sleep(0.05)
+            return 0
         context = initialize_distributed(parallel)
         if world.world_size > 1:
             import deepspeed.comm

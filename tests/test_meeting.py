@@ -5,13 +5,19 @@ from __future__ import annotations
 import json
 import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from forked import run_ranks
-from launching import ROOT, _environment, free_port
+from launching import ROOT, _environment, free_port, training_lines
 from tiny_data import small_model_flags
+
+from megatron.errors import RunError
+from megatron.initialize import choose_device
 
 SCRIPT = ROOT / "tests" / "meeting_script.py"
 #: of other launchers, which a session that runs the tests may have
@@ -174,3 +180,56 @@ def test_an_address_that_is_not_that_of_rank_zero(tmp_path):
 def test_alone_the_variables_of_other_jobs_do_not_matter(taken, tmp_path):
     codes, text, _ = meet([clean(MASTER_ADDR="no-such-host.invalid", MASTER_PORT=str(taken))], tmp_path)
     assert codes == [0], text
+
+
+# --- which accelerator ------------------------------------------------------------------------
+
+class Visible(CPU_Accelerator):
+    """``count`` accelerators, as far as counting goes."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+    def device_count(self) -> int:
+        return self.count
+
+
+def test_a_rank_takes_the_accelerator_of_its_local_rank_or_the_only_one_it_sees():
+    assert [choose_device(local, Visible(4)) for local in range(4)] == [0, 1, 2, 3]
+    assert [choose_device(local, Visible(1)) for local in range(4)] == [0, 0, 0, 0]  # srun --gpus-per-task=1
+    with pytest.raises(RunError, match="local rank 4 .* sees 4 .* start at most 4 ranks"):
+        choose_device(4, Visible(4))
+
+
+def test_ranks_that_would_share_an_accelerator_are_refused_and_others_are_not(tmp_path):
+    codes, text, _ = meet(exported(3, free_port()), tmp_path, "--device", "GPU-1 of n0")
+    assert codes == [1, 1, 1]
+    said, = sentences(text)
+    assert "ranks 0 and 1 see the same single accelerator (GPU-1 of n0)" in said
+    other = tmp_path / "other"
+    other.mkdir()
+    codes, text, _ = meet(exported(3, free_port()), other, "--device", "GPU-RANK of n0")
+    assert codes == [0, 0, 0] and text.count("goes on") == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+def test_the_launchers_themselves(launcher, tmp_path):
+    """Two ranks train for two iterations, and a port that is taken is named."""
+    port, command = free_port(), {
+        "torchrun": ["torch.distributed.run", "--nproc_per_node", "2", "--max_restarts", "0"],
+        # without the number it starts one rank on a CPU; it adds --local_rank=R to the flags
+        "deepspeed": ["deepspeed.launcher.runner", "--num_gpus", "2", "--hostfile", str(tmp_path / "none")]}[launcher]
+    command = [sys.executable, "-m", *command, "--master_port", str(port), str(ROOT / "pretrain_gpt.py"),
+               *small_model_flags(tmp_path), "--train-iters", "2"]
+    ran = subprocess.run(command, env=clean(), cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
+    assert [line["iteration"] for line in training_lines(ran.stdout)] == [1, 2]
+    assert f"launched by {launcher}: 2 ranks meet at 127.0.0.1:{port}" in ran.stdout
+    if launcher == "deepspeed":
+        with socket.create_server(("", port)):  # at once, though the job before has just left it
+            ran = subprocess.run(command, env=clean(), cwd=ROOT, capture_output=True, text=True, timeout=240)
+        said, = [line for line in ran.stderr.splitlines() if line.startswith("error")]
+        assert ran.returncode == 1 and f"listens on port {port}" in said and "--master_port" in said
+        assert "Traceback" not in ran.stderr
