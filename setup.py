@@ -41,7 +41,7 @@ setup(
         "quickstart": QUICKSTART,
         "retention": ["matplotlib>=3.8,<4"],
         "benchmark": ["peft>=0.17,<0.22"],
-        "dev": ["ruff>=0.17,<0.18"],
+        "dev": ["ruff>=0.17,<0.18", "mypy>=2.4,<2.5"],
     },
     # optional: setuptools does not miss the file when it was not built
     ext_modules=[Pybind11Extension("megatron.data.helpers", ["megatron/data/helpers.cpp"], cxx_std=17,

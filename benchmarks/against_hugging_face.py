@@ -18,7 +18,7 @@ and an fp32 loss on both sides; DeepSpeed adds fp32 master copies of what trains
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import common
@@ -36,9 +36,9 @@ QUICK_SHAPE = common.Shape(layers=2, hidden=64, heads=4, vocabulary=256, length=
 class Contender:
     """One way to train: its step, the trained elements, the losses it has returned."""
 
-    step: object
+    step: Callable[[], float]
     trainable: int
-    losses: list
+    losses: list[float]
 
     def __call__(self) -> None:
         self.losses.append(self.step())
@@ -58,7 +58,8 @@ def hugging_face_model(trainer):
         attention_dropout=config.attention_dropout, use_cache=False))
     ours = dict(trainer.engine.module.named_parameters())
     reference = next(iter(ours.values()))
-    theirs = theirs.to(device=reference.device, dtype=reference.dtype).train()
+    torch.nn.Module.to(theirs, device=reference.device, dtype=reference.dtype)
+    theirs.train()
     unset = dict(theirs.named_parameters())
     with torch.no_grad():
         for pair in hf_names.bloom_names(config):
@@ -182,4 +183,4 @@ def main(arguments=None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -16,9 +16,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
-import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import common
@@ -62,7 +62,7 @@ def measure(shape: Shape, repetitions: int, folder: Path) -> dict:
         fingerprint = {"seconds": time.perf_counter() - start, "processor_seconds": time.process_time() - used}
         savers = {WHOLE: saver(WHOLE), DELTA: saver(DELTA, deltas)}
         progress = Progress(iteration=1)
-        seconds = common.interleave({kind: common.synchronized(lambda each=each: each.save(engine, progress, streams))
+        seconds = common.interleave({kind: common.synchronized(partial(each.save, engine, progress, streams))
                                      for kind, each in savers.items()}, repetitions)
     params = [param for _, param in trainable(engine.module)]
     frozen = sum(param.numel() for param in engine.module.parameters()) - sum(param.numel() for param in params)
@@ -107,4 +107,4 @@ def main(arguments=None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

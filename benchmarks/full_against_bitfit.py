@@ -19,7 +19,6 @@ fewer layers and tokens, so that a step stays within seconds on two cores.
 from __future__ import annotations
 
 import gc
-import sys
 import time
 
 import common
@@ -118,4 +117,4 @@ def main(arguments=None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from common import Shape
@@ -46,7 +47,7 @@ def settings_of(shape: Shape, *, bitfit: bool, learning_rate: float = 1e-4, rank
 class Trainer:
     """An engine and a step over one fixed batch."""
 
-    engine: object
+    engine: Any
     settings: Settings
     step: Callable[[], float]
     """one optimizer step; returns its loss"""

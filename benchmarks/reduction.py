@@ -17,7 +17,6 @@ import contextlib
 import dataclasses
 import functools
 import os
-import sys
 import time
 from collections import Counter
 from fractions import Fraction
@@ -179,8 +178,9 @@ def start_ranks(count: int, shape: Shape, repetitions: int, threads: int) -> dic
         while running:
             if seen is None and not answers.empty():
                 seen = answers.get()
-            ended = connection.wait(list(running), timeout=1.0)
-            failed = [process.exitcode for process in map(running.pop, ended) if process.exitcode]
+            ready = connection.wait(list(running), timeout=1.0)
+            ended = [running.pop(sentinel) for sentinel in list(running) if sentinel in ready]
+            failed = [process.exitcode for process in ended if process.exitcode]
             if failed or time.monotonic() > deadline:
                 why = f"with exit code {failed[0]}" if failed else f"not within {JOIN_SECONDS} s"
                 raise SystemExit(f"a rank of {count} ended {why}; its messages are above")
@@ -227,4 +227,4 @@ def main(arguments=None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

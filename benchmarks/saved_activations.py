@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import sys
 from dataclasses import dataclass
 
 import common
@@ -63,7 +62,8 @@ class Kept:
 
 def nodes_behind(output) -> dict:
     """All nodes of the autograd graph of ``output``, in the order they are met."""
-    found, waiting = {}, [output.grad_fn]
+    found: dict = {}
+    waiting = [output.grad_fn]
     while waiting:
         node = waiting.pop()
         if node is not None and node not in found:
@@ -81,7 +81,7 @@ def tensors_of(node) -> list:
     else:
         saved = [getattr(node, name) for name in dir(node)
                  if name.startswith("_saved_") and not name.startswith("_saved_for")]
-    flat = []
+    flat: list = []
     for value in saved:
         flat += value if isinstance(value, (tuple, list)) else [value]
     return [value for value in flat if torch.is_tensor(value) and value.numel()]
@@ -132,7 +132,8 @@ def kept_by_block(shape: Shape, *, bitfit: bool) -> list[Kept]:
     del middle, output
 
     parameters = {storage_key(param) for param in blocks.parameters()}
-    inside, places = [], {}
+    inside: list[str] = []
+    places: dict = {}
 
     def enter(name):
         return lambda *_: inside.append(name)
@@ -220,7 +221,8 @@ def detail_rows(shape: Shape) -> tuple[list[list[str]], dict]:
 def sum_rows(shape: Shape) -> tuple[list[list[str]], dict]:
     """A row per configuration: kept bytes of a block, full and BitFit."""
     unit = shape.tokens * shape.hidden
-    rows, figures = [], {"unit": unit}
+    rows: list[list[str]] = []
+    figures: dict = {"unit": unit}
     for dtype, dropout, positions in CONFIGS:
         common.progress(f"{dtype}, dropout {dropout}, {positions}")
         chosen = dataclasses.replace(shape, dtype=dtype, dropout=dropout, positions=positions)
@@ -260,4 +262,4 @@ def main(arguments=None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -113,7 +113,8 @@ def read_messages(wheels: dict[str, Path], languages: Iterable[str]) -> list[Mes
     A text that several applications say belongs to the first. Order depends on the texts
     alone. Raises RunError naming the file that is damaged.
     """
-    languages, messages = set(languages), {}
+    languages = set(languages)
+    messages: dict[str, Message] = {}
     for application, wheel in wheels.items():
         try:
             with zipfile.ZipFile(wheel) as archive:

@@ -18,6 +18,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from typing import Any
 
 # The server that all jobs are forked from imports this module, so each job starts with all of these loaded.
 # Those of _LOADED would else be imported by each job, which takes as long as a small fine-tuning.
@@ -35,6 +36,7 @@ import pretrain_gpt
 from megatron.arguments import parse_arguments
 from megatron.checkpoint.files import write_text
 from megatron.config import ModelConfig, Settings
+from megatron.model.pipe import GPTModel
 from megatron.training import Task, pretrain
 
 _LOADED = (deepspeed.runtime.pipe.engine, deepspeed.runtime.zero.muon.muon_optimizer, torch._dynamo,
@@ -109,13 +111,16 @@ def measured(folder: Path, plan: Plan, job: Job, saved: Path, config: ModelConfi
         for step in steps[:-1]:  # kept up to here to resume from
             shutil.rmtree(saved / f"global_step{step}")
         steps = steps[-1:]
-    points = []
-    for step in steps:
+
+    def point(step: int) -> tuple[GPTModel, dict]:
         model = measure.load_model(saved / f"global_step{step}", config)
-        points.append({"step": step, "languages": measure.language_losses(model, held_out["languages"]),
-                       "tasks": measure.task_losses(model, held_out["tasks"])})
-    figures = {"job": job.name, "size": job.size.name, "method": job.method.name if job.method else None,
-               "rate": job.rate, "seed": job.seed, "points": points,
+        return model, {"step": step, "languages": measure.language_losses(model, held_out["languages"]),
+                       "tasks": measure.task_losses(model, held_out["tasks"])}
+
+    earlier = [point(step)[1] for step in steps[:-1]]
+    model, last = point(steps[-1])
+    figures: dict[str, Any] = {"job": job.name, "size": job.size.name, "method": job.method.name if job.method else None,
+               "rate": job.rate, "seed": job.seed, "points": [*earlier, last],
                "accuracy": measure.task_accuracy(model, held_out["tasks"]),
                "weights": sum(param.numel() for param in model.parameters()),
                "biases": sum(param.numel() for name, param in model.named_parameters() if name.endswith("bias"))}

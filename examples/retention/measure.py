@@ -57,9 +57,9 @@ def losses(model: GPTModel, rows: list[tuple[list[int], int]]) -> list[float]:
             row, first = rows[number]
             ids[line, :len(row)] = torch.tensor(row)
             counts[line, first - 1:len(row) - 1] = True
-        inputs = (ids[:, :-1].contiguous(),)
-        if model.config.reset_attention_mask:  # one document a row
-            inputs += (None, torch.ones_like(inputs[0]))
+        tokens = ids[:, :-1].contiguous()
+        # one document a row
+        inputs = (tokens, None, torch.ones_like(tokens)) if model.config.reset_attention_mask else (tokens,)
         logits = model(*inputs)[counts][:, :model.config.vocab_size]
         each = torch.zeros(counts.shape)
         each[counts] = torch.nn.functional.cross_entropy(logits, ids[:, 1:][counts], reduction="none")

@@ -17,6 +17,7 @@ import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -80,7 +81,7 @@ def write_data(folder: Path, split: catalogues.Split, plan: Plan) -> dict:
     _preprocess(folder, "tasks", "--json-keys", "inputs", "targets", "--prepend-space")
     tokenizer = open_tokenizer(folder)
     asked = tasks.prompts(split.held_out, plan.prompts)
-    held_out = {"languages": {language: held_out_rows(split.held_out, language, tokenizer, plan.language_tokens)
+    held_out: dict[str, dict[str, Any]] = {"languages": {language: held_out_rows(split.held_out, language, tokenizer, plan.language_tokens)
                               for language in LANGUAGES},
                 "tasks": {name: [encode_prompt(each, tokenizer) for each in group] for name, group in asked.items()}}
     write_text(data / "held_out.json", json.dumps(held_out))
@@ -131,7 +132,8 @@ def held_out_rows(messages: list[catalogues.Message], language: str, tokenizer, 
     Messages that most languages have come first, so that all languages say about the same.
     """
     rows: list[list[int]] = []
-    left, lines = most, []
+    left = most
+    lines: list[str] = []
     spoken = sorted((each for each in messages if language in each.texts), key=lambda each: -len(each.texts))
     for message in spoken:
         ids = tokenizer.tokenize("\n".join([*lines, message.texts[language]]))

@@ -125,16 +125,14 @@ def _comparisons(results: Results) -> list[Comparison]:
 
 def _findings(everything: dict, results: Results) -> str:
     titles, lines = everything["methods"], ["## What was found", ""]
-    verdicts = []
+    verdicts: list[str] = []
+    keeps = {"more": "keeps more", "less": "keeps less", "equal": "no clear difference"}
     for size in results.sizes:
-        said = []
-        for method in results.methods[1:]:
-            each = analysis.compare(results, size, method, results.common_task(size))
-            verdicts.append(each.verdict)
-            keeps = {"more": "keeps more", "less": "keeps less", "equal": "no clear difference"}[each.verdict]
-            said.append(f"{titles[method]} {_pm(each.other)} ({keeps})")
+        compared = [analysis.compare(results, size, method, results.common_task(size)) for method in results.methods[1:]]
+        verdicts += [each.verdict for each in compared]
+        said = [f"{titles[each.method]} {_pm(each.other)} ({keeps[each.verdict]})" for each in compared]
         lines.append(f"- Size {size}: where all reach task loss {results.common_task(size):.2f}, full fine-tuning has lost "
-                     f"{_pm(each.full)}, {', '.join(said)}.")
+                     f"{_pm(compared[-1].full)}, {', '.join(said)}.")
     for size in results.sizes:
         reached = {method: [results.best_task(size, method, seed) for seed in results.seeds]
                    for method in results.methods}
@@ -200,7 +198,8 @@ def _languages(everything: dict, results: Results) -> str:
 
 
 def _scale(everything: dict, results: Results) -> str:
-    rows, gaps = [], {method: [] for method in results.methods[1:]}
+    rows: list[list[str]] = []
+    gaps: dict[str, list[tuple[float, float, float]]] = {method: [] for method in results.methods[1:]}
     for size in results.sizes:
         for method in results.methods[1:]:
             each = analysis.compare(results, size, method, results.common_task(size))
@@ -275,7 +274,7 @@ def _table(everything: dict, results: Results) -> str:
 
 
 def _accuracy_said(results: Results, chance: float, prompts: int) -> str:
-    groups = {(curve.size, curve.method, curve.rate): [] for curve in results.curves}
+    groups: dict[tuple, list[float]] = {(curve.size, curve.method, curve.rate): [] for curve in results.curves}
     for curve in results.curves:
         groups[curve.size, curve.method, curve.rate].append(mean(curve.accuracy.values()))
     best = max(groups, key=lambda key: mean(groups[key]))

@@ -68,10 +68,10 @@ def application(messages: list[Message], draw: random.Random) -> list[Prompt]:
 
 def plural(messages: list[Message], draw: random.Random) -> list[Prompt]:
     """The plural of a message; the singular itself is among the wrong answers."""
-    found = [each for each in messages if each.plural and each.plural != each.source]
-    pool = [each.plural for each in found]
-    return [Prompt("plural", f"One: {each.source}\nMany:",
-                   (each.plural, each.source, *_others(draw, pool, each.plural, OPTIONS - 2))) for each in found]
+    found = [(each.source, each.plural) for each in messages if each.plural and each.plural != each.source]
+    pool = [many for _, many in found]
+    return [Prompt("plural", f"One: {one}\nMany:", (many, one, *_others(draw, pool, many, OPTIONS - 2)))
+            for one, many in found]
 
 
 def placeholder(messages: list[Message], draw: random.Random) -> list[Prompt]:
