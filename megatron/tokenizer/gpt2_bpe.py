@@ -9,16 +9,14 @@ section 2.2). The work is done by the Hugging Face ``tokenizers`` library.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.errors import RunError
 from megatron.tokenizer.base import Tokenizer
+from megatron.tokenizer.segments import SEGMENT, segments
 
 EOD = "<|endoftext|>"
-_SEGMENT = 1 << 20  # characters encoded at once: bounds the memory one huge document takes
-_SAFE_CUT = re.compile(r"(?<=\w) (?=\w)")
 
 
 class GPT2BPETokenizer(Tokenizer):
@@ -53,7 +51,7 @@ class GPT2BPETokenizer(Tokenizer):
     def tokenize(self, text: str) -> list[int]:
         self._check_text(text)
         ids: list[int] = []
-        for segment in _segments(text):
+        for segment in segments(text, SEGMENT):  # GPT-2's pattern begins a word at each of these places
             ids += self._backend.encode(segment).ids
         if self._complete:
             return ids
@@ -62,18 +60,6 @@ class GPT2BPETokenizer(Tokenizer):
     def detokenize(self, ids: Sequence[int]) -> str:
         self._check_ids(ids)
         return self._backend.decode(list(ids), skip_special_tokens=False)
-
-
-def _segments(text: str, size: int = _SEGMENT) -> Iterator[str]:
-    """Cut a long text where a space stands between word characters: every word begins there anyway."""
-    start = 0
-    while len(text) - start > size:
-        cut = _SAFE_CUT.search(text, start + size)
-        if cut is None:
-            break
-        yield text[start:cut.start()]
-        start = cut.start()
-    yield text[start:]
 
 
 def _read_vocab(path: str) -> dict[str, int]:
