@@ -12,6 +12,10 @@ class SharedRunError(RunError):
     """A RunError that every rank raises alike, so that one of them may speak for all."""
 
 
+class SecondHandError(RunError):
+    """A RunError of a rank that another one told of its failure, without saying what it was."""
+
+
 def print_answer(text: str) -> None:
     """Print what a tool was asked for; a reader that has seen enough (``| head``) is no fault.
 

@@ -7,7 +7,7 @@ import traceback
 from typing import NoReturn
 
 from megatron.config import Settings
-from megatron.errors import RunError, SharedRunError
+from megatron.errors import RunError, SecondHandError, SharedRunError
 from megatron.peers import Peers, say_last
 from megatron.signals import Signals
 
@@ -37,15 +37,15 @@ def run_task(settings: Settings, task) -> int:
         peers.close()
         os._exit(1)
     except RunError as error:
-        _fail(peers, _line(error))
+        _fail(peers, _line(error), second_hand=isinstance(error, SecondHandError))
     except KeyboardInterrupt:
         _fail(peers, "interrupted (SIGINT)", exit_code=INTERRUPTED)
     except BaseException as error:
         _fail(peers, _line(error), traceback.format_exc())
 
 
-def _fail(peers: Peers, line: str, callstack: str | None = None, exit_code: int = 1) -> NoReturn:
-    failure = peers.first(line, exit_code)
+def _fail(peers: Peers, line: str, callstack: str | None = None, exit_code: int = 1, second_hand: bool = False) -> NoReturn:
+    failure = peers.first(line, exit_code, second_hand=second_hand)
     if failure.rank != peers.rank:
         peers.leave(failure)
     say_last(f"error on rank {peers.rank}: {line}", callstack)

@@ -80,15 +80,15 @@ class Peers:
         self._send(token=token, rank=self.rank, where=f"{socket.gethostname()}, process {os.getpid()}")
         threading.Thread(target=self._listen, args=(connection,), name="peers", daemon=True).start()
 
-    def first(self, line: str, exit_code: int = 1, *, at_once: bool = False) -> Failure:
+    def first(self, line: str, exit_code: int = 1, *, at_once: bool = False, second_hand: bool = False) -> Failure:
         """Tell the others of this rank's failure; returns the one that came first, perhaps another rank's.
 
-        ``at_once``: nothing on another rank can be the cause of this one.
+        ``at_once``: nothing on another rank can be the cause of this one; ``second_hand``: something there is.
         """
         mine = Failure(self.rank, f"the first error was on rank {self.rank}: {line[:1000]}", exit_code)
         if self._socket is None or self._over.is_set():
             return mine
-        self._send(line=mine.line, exit_code=exit_code, at_once=at_once)
+        self._send(line=mine.line, exit_code=exit_code, at_once=at_once, second_hand=second_hand)
         self._told.wait(PATIENCE)
         return self._failure or mine
 
@@ -175,7 +175,8 @@ class _Bell(threading.Thread):
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._members: dict[socket.socket, _Member] = {}
         self._gone: list[_Member] = []
-        self._claimed: Failure | None = None
+        self._claims: list[tuple[bool, Failure]] = []
+        """in the order they came: whether another rank is the cause, and what was said"""
         self._failure: Failure | None = None
         self._due: float | None = None
         """when the first failure is made known"""
@@ -225,7 +226,7 @@ class _Bell(threading.Thread):
         elif self._failure:
             self._tell(asdict(self._failure), [connection])
         else:
-            self._claimed = self._claimed or Failure(member.rank, message["line"], message["exit_code"])
+            self._claims.append((message["second_hand"], Failure(member.rank, message["line"], message["exit_code"])))
             self._expect(0 if message["at_once"] else SETTLE)
 
     def _expect(self, seconds: float = SETTLE) -> None:
@@ -234,7 +235,7 @@ class _Bell(threading.Thread):
 
     def _decide(self) -> None:
         """A process that vanished did so before anybody could complain of it; one that complains waits for this answer."""
-        failure = self._claimed
+        failure = min(self._claims, key=lambda claim: claim[0])[1] if self._claims else None
         if self._gone:
             names = [f"rank {each.rank} ({each.where})" for each in sorted(self._gone, key=lambda each: each.rank)]
             failure = Failure(min(each.rank for each in self._gone), _gone(names))

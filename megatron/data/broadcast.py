@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from megatron.errors import RunError
+from megatron.errors import RunError, SecondHandError
 from megatron.mpu.context import ParallelContext
 
 #: first entry of a row that stands for a failure of the reader; no token id is negative
@@ -57,5 +57,5 @@ class BroadcastRows:
         if error is not None:
             raise error
         if self.context.tp_rank and int(rows[0, 0]) == _FAILED:
-            raise RunError("reading data failed on TP rank 0 of this group; its message says why")
+            raise SecondHandError("reading data failed on TP rank 0 of this group; its message says why")
         return rows
