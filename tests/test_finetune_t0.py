@@ -199,7 +199,10 @@ def check(per_rank, expected):
 
 @pytest.mark.parametrize("normalization", ["global-tokens", "global-targets"])
 def test_one_gradient_however_rows_are_dealt_out(normalization, job, unequal, worker_group):
-    """Micro-batches 4x1, 2x2, 1x4, DP 1, 2 and 4, PP 1 and 2; some ranks then have no target at all."""
+    """Micro-batches 4x1, 2x2, 1x4, DP 1, 2 and 4, PP 1 and 2; some ranks then have no target at all.
+
+    bigscience-workshop/Megatron-DeepSpeed#169
+    """
     folder, _ = job
     truth = pair_by_pair(folder, [UNEQUAL], normalization, steps=STEPS, lr=LR)
     deals = {1: [dict(micro=4), dict(micro=1)],

@@ -114,6 +114,7 @@ def check_accounts(told, lines, curves):
 
 
 def test_evaluation_changes_nothing_in_training(flags):
+    """deepspeedai/DeepSpeed#3316"""
     flags = [*without(flags, "--eval-interval", "--hidden-dropout"), "--hidden-dropout", "0.1", "--train-iters", "6"]
     often, never = (training_lines(run_alone([*flags, "--eval-interval", every])) for every in ("2", "50"))
     for one, other in zip(often, never):

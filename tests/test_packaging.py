@@ -97,6 +97,7 @@ def imports_of(*folders):
 
 @pytest.mark.parametrize("script", [script for script in SCRIPTS if "__main__" in (ROOT / script).read_text()])
 def test_help_prints_on_a_bare_machine(script, bare):
+    """deepspeedai/DeepSpeed#943"""
     done = run(sys.executable, script, "--help", **bare)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("usage:") and not done.stderr.strip()
