@@ -298,7 +298,7 @@ def test_a_resumed_run_replaces_the_iterations_that_were_given_up(tool, tmp_path
                                               for i in range(1, 7)),
                 *begin, *(line(i, loss=2.0, seconds_per_iteration=9.0 if i < 5 else 4.0) for i in range(4, 6)))
     assert losses_of(log) == {1: 1.0, 2: 1.0, 3: 1.0, 4: 2.0, 5: 2.0}, "6 belongs to what was given up"
-    assert losses_of(f"{log}#1") == {i: 1.0 for i in range(1, 7)}
+    assert losses_of(f"{log}#1") == dict.fromkeys(range(1, 7), 1.0)
     assert losses_of(f"{log}#2") == {4: 2.0, 5: 2.0}
     table = cells(tool(f"{log}#1", log, "--warmup", "1", "--names", "a", "b"))
     assert "x.log holds 2 starts (iterations 1 to 6, 4 to 5), read as one resumed run" in tool.notes

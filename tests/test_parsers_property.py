@@ -318,7 +318,7 @@ def test_samples_are_the_stream_cut_at_every_step(lengths, seq_length, wanted, s
     order = build_doc_idx(documents, plan, rng)
     rows = build_sample_idx(np.array(lengths, np.int32), order, seq_length, plan.num_samples, force_numpy=force_numpy)
     shuffled = build_shuffle_idx(plan, rng)
-    assert Counter(order.tolist()) == {number: epochs for number in range(len(lengths))}
+    assert Counter(order.tolist()) == dict.fromkeys(range(len(lengths)), epochs)
     assert sorted(shuffled.tolist()) == list(range(plan.num_samples))
     assert sorted(shuffled[:plan.full_samples].tolist()) == list(range(plan.full_samples))
     stream = [[position, offset] for position, number in enumerate(order) for offset in range(lengths[number])]

@@ -52,7 +52,7 @@ class TensorFiles:
             raise RunError(f"{folder} holds a config.json but no weights; looked for "
                            f"{', '.join(name for name, _ in _PLACES)}")
         path, listed = place
-        self.file_of = self._listed(path) if listed else {name: path for name in self._names(path)}
+        self.file_of = self._listed(path) if listed else dict.fromkeys(self._names(path), path)
 
     def _listed(self, index: Path) -> dict[str, Path]:
         weight_map = read_json(index).get("weight_map")
