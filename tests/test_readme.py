@@ -6,6 +6,8 @@ import sys
 import pytest
 from launching import ROOT
 
+from megatron.argument_table import NO_EFFECT, REFUSED, USED
+
 sys.path.insert(0, str(ROOT / "tools"))
 import flag_table
 
@@ -38,3 +40,15 @@ def test_links_into_a_page_meet_a_heading(page):
             text = (page.parent / target if target else page).read_text(encoding="utf-8")
             known = [re.sub(r"[^\w -]", "", each.lower()).strip().replace(" ", "-") for each in re.findall(r"^#+ (.*)$", text, re.M)]
             assert anchor in known, link
+
+
+def test_the_migration_page_has_every_flag_once():
+    """Each flag that acts means the same, something else, or is new; those without effect and the refused have tables of their own."""
+    text = read("docs/migration.md")
+    sections = {part.split("\n")[0]: part for part in text.split("\n## ")}
+    other = "\n".join(line.split(" | ")[0] for line in sections["Flags that mean something else here"].splitlines()
+                      if line.startswith("| `"))
+    new = "\n".join(line.split(" | ")[0] for line in sections["Flags that are new"].splitlines() if line.startswith("| `"))
+    found = sorted(flag for part in (other, new, sections["Flags that mean the same"]) for flag in re.findall(r"`(--[\w-]+)`", part))
+    elsewhere = {flag.name for flag in (*NO_EFFECT, *REFUSED)}
+    assert [flag for flag in found if flag not in elsewhere] == sorted(flag.name for flags in USED.values() for flag in flags)
