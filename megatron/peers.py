@@ -56,6 +56,7 @@ class Peers:
         self._failure: Failure | None = None
         self._told, self._over = threading.Event(), threading.Event()
         self._last_words = threading.Lock()
+        self._where_rank_0 = ""
 
     def join(self, world_size: int) -> None:
         """Collective, with torch.distributed: from now on the end of one rank is that of all."""
@@ -63,13 +64,14 @@ class Peers:
             return
         import torch.distributed as dist
 
-        box = [(0, "")]
+        where = f"{socket.gethostname()}, process {os.getpid()}"
+        box = [(0, "", where)]
         if self.rank == 0:
             bell = _Bell()
             bell.start()
-            box = [(bell.port, bell.token)]
+            box = [(bell.port, bell.token, where)]
         dist.broadcast_object_list(box, src=0)
-        port, token = box[0]
+        port, token, self._where_rank_0 = box[0]
         host = "127.0.0.1" if self.rank == 0 else os.environ["MASTER_ADDR"]
         try:
             connection = self._socket = _watched(socket.create_connection((host, port), timeout=CONNECT))
@@ -77,7 +79,7 @@ class Peers:
             print(f"warning: rank {self.rank} cannot connect to port {port} of {host} ({error}): it will not hear of "
                   "other ranks that fail", flush=True)
             return
-        self._send(token=token, rank=self.rank, where=f"{socket.gethostname()}, process {os.getpid()}")
+        self._send(token=token, rank=self.rank, where=where)
         threading.Thread(target=self._listen, args=(connection,), name="peers", daemon=True).start()
 
     def first(self, line: str, exit_code: int = 1, *, at_once: bool = False, second_hand: bool = False) -> Failure:
@@ -101,7 +103,8 @@ class Peers:
 
     def quit(self, line: str, exit_code: int) -> NoReturn:
         """End this process and all others at once."""
-        os.write(2, f"{line}\n".encode())
+        with contextlib.suppress(OSError):
+            os.write(2, f"{line}\n".encode())
         self.first(line, exit_code, at_once=True)
         os._exit(exit_code)
 
@@ -125,7 +128,7 @@ class Peers:
             except OSError:
                 part = b""
             if not part:
-                text = json.dumps(asdict(Failure(0, _gone(["rank 0"])))).encode() + b"\n"
+                text = json.dumps(asdict(Failure(0, _gone([f"rank 0 ({self._where_rank_0})"])))).encode() + b"\n"
             text += part
         message = json.loads(text.partition(b"\n")[0])
         if message == {"over": True}:
@@ -262,9 +265,10 @@ def say_last(line: str, callstack: str | None = None, *, aloud: bool = True) -> 
     torchrun names a JSON file in TORCHELASTIC_ERROR_FILE: {"message": {"message", "extraInfo":
     {"py_callstack", "timestamp" in s}}}. Of several ranks it calls the earliest the root cause.
     """
-    sys.stdout.flush()
-    if aloud:
-        print(f"{line}\n{callstack}" if callstack else line, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # nobody reads it, or the disk is full: no reason to stay
+        sys.stdout.flush()
+        if aloud:
+            print(f"{line}\n{callstack}" if callstack else line, file=sys.stderr, flush=True)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
