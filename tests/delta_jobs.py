@@ -16,13 +16,13 @@ from megatron.mpu.context import build_context
 
 
 def train_and_save(case: Case, base: str, steps: int, delta_folder: str, whole_folder: str | None = None,
-                   background: bool = False) -> list[float]:
-    """``steps`` steps from tag global_step1 of ``base``, then the same state saved as biases alone and, if asked, whole."""
+                   background: bool = False, tag: str | None = "global_step1") -> list[float]:
+    """``steps`` steps from ``tag`` of ``base`` (None: a Hugging Face folder), then the same state saved as biases alone and, if asked, whole."""
     case = dataclasses.replace(case, save=delta_folder, load=base)
-    settings, context, streams, engine, _ = build_run(case, base)
+    plan = load_plan.LoadPlan(base, tag)
+    settings, context, streams, engine, _ = build_run(case, plan)
     losses, _ = train_steps(engine, case, context, 0, steps)
     progress = Progress(iteration=steps, consumed_train_samples=steps * case.global_batch)
-    plan = load_plan.LoadPlan(base, "global_step1")
     settings = dataclasses.replace(settings, checkpoint=dataclasses.replace(settings.checkpoint, async_save=background))
     saver = save.Saver(settings, context, plan, DeltaSaves(engine.module, settings, context, plan))
     saver.save(engine, progress, streams)

@@ -16,12 +16,12 @@ from megatron.mpu.context import build_context
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def random_model(kind: str, *, layers: int = 2, hidden: int = 48, heads: int = 6, dtype: str = "fp32"):
+def random_model(kind: str, *, layers: int = 2, hidden: int = 48, heads: int = 6, dtype: str = "fp32", vocab: int = VOCAB):
     """A BLOOM or GPT-2 of transformers; biases and norms far from 0 and 1."""
     import transformers
 
     torch.manual_seed(11)
-    shape = dict(vocab_size=VOCAB, n_layer=layers, n_head=heads, bos_token_id=1, eos_token_id=2)
+    shape = dict(vocab_size=vocab, n_layer=layers, n_head=heads, bos_token_id=1, eos_token_id=2)
     if kind == "bloom":
         model = transformers.BloomForCausalLM(transformers.BloomConfig(hidden_size=hidden, **shape))
     else:

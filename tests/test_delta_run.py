@@ -9,8 +9,11 @@ import pytest
 import torch
 from command_lines import TINY, refusal
 from delta_jobs import go_on, refusal_of, switch_to_deltas, train_and_save, without_base
+from hf_jobs import case_of, random_model
+from launching import launch, training_lines
 from safetensors.torch import load_file
 from small_runs import Case, write_base
+from test_hf_conversion import flags_of
 
 from megatron.checkpoint import files
 from megatron.checkpoint.delta import extract
@@ -95,6 +98,35 @@ def test_it_becomes_a_hugging_face_folder_without_being_put_together_first(runs,
         to_folder(runs[0] / kind, tmp_path / kind)
     one, other = (load_file(tmp_path / kind / "model.safetensors") for kind in ("delta", "whole"))
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_biases_of_a_hugging_face_base_are_resumed_from_it(dtype, tmp_path, worker_group):
+    """The base is a folder without tags, its word table lacks the rows of padding, and its numbers are fp32."""
+    case = case_of("bloom", tp=2, bitfit=True, optimizer="adam", lr=1e-2, dropout=0.1, dtype=dtype)
+    base = tmp_path / "hf"
+    random_model("bloom").save_pretrained(base)
+    group = worker_group(2)
+    group.run(train_and_save, case, str(base), 2, str(tmp_path / "delta"), str(tmp_path / "whole"), False, None)
+    assert read_delta(tmp_path / "delta/global_step2" / NAME).facts.base == str(base)
+    wanted = group.run(go_on, case, str(tmp_path / "whole"), 2)
+    for (losses, tensors), (losses_wanted, tensors_wanted) in zip(group.run(go_on, case, str(tmp_path / "delta"), 2), wanted):
+        assert losses == losses_wanted and all(torch.equal(tensors[name], value) for name, value in tensors_wanted.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grid", [["--tensor-model-parallel-size", "2"], ["--bf16"]], ids=["TP2", "DP2-bf16"])
+def test_a_command_line_with_a_hugging_face_base_resumes_its_deltas(grid, tmp_path):
+    random_model("bloom", vocab=260).save_pretrained(tmp_path / "hf")
+    flags = [*flags_of(tmp_path, tmp_path / "hf"), *grid, "--train-iters", "4", "--save", str(tmp_path / "run"), "--save-interval", "2",
+             "--save-delta-only"]
+    unbroken = training_lines(launch(flags, ranks=2))
+    for more in ([], ["--load", str(tmp_path / "run")]):  # the base of the line, then the recorded one
+        shutil.rmtree(tmp_path / "run" / "global_step4")
+        files.write_text(tmp_path / "run" / "latest", "global_step2")
+        resumed = training_lines(launch([*flags, *more], ranks=2))
+        for key in ("iteration", "loss", "grad_norm"):
+            assert [line[key] for line in resumed] == [line[key] for line in unbroken[2:]]
 
 
 def test_one_process_goes_on_from_four(runs, worker_group):

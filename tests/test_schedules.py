@@ -1,8 +1,11 @@
 """Batch-size and learning-rate schedules against closed forms and figures of published runs."""
 
 import math
+import shutil
 
 import pytest
+from launching import run_alone, training_lines
+from tiny_data import small_model_flags
 
 from megatron.config import OptimizerConfig, TrainConfig
 from megatron.optimizer.batch_size import BatchSizeSchedule, training_iterations
@@ -275,6 +278,7 @@ def schedule_of(**changes):
 
 
 def test_a_resumed_schedule_continues_without_a_second_warmup():
+    """verl-project/verl#7953: the scheduler was saved and not restored."""
     unbroken, first, second = schedule_of(), schedule_of(), schedule_of()
     for _ in range(15):
         unbroken.step(10)
@@ -289,6 +293,28 @@ def test_a_resumed_schedule_continues_without_a_second_warmup():
         second.step(10)
         assert second.owner.rates() == unbroken.owner.rates()
     assert second.state_dict() == unbroken.state_dict()
+
+
+@pytest.mark.slow
+def test_logged_rates_go_on_after_a_stop_and_follow_new_flags(tmp_path):
+    """verl-project/verl#7953: the warm-up was run through again after each restart; NVIDIA/Megatron-LM#963: stored limits
+    of the rate won over new flags."""
+    run = tmp_path / "run"
+    flags = [*small_model_flags(tmp_path), "--eval-iters", "0", "--train-iters", "20", "--lr", "1e-3", "--lr-warmup-iters", "10",
+             "--lr-decay-style", "linear", "--num-layers", "1", "--bitfit", "--save", str(run), "--save-interval", "15"]
+    logs = [run_alone([*flags, "--exit-interval", "15"])]
+    shutil.copytree(run, tmp_path / "lower")
+    logs.append(run_alone(flags))
+    lines = [line for log in logs for line in training_lines(log)]
+    assert [line["iteration"] for line in lines] == list(range(1, 21))
+    for top, shown in ((1e-3, lines), (1e-4, training_lines(run_alone(
+            [*flags, "--save", str(tmp_path / "lower"), "--lr", "1e-4", "--override-lr-scheduler"])))):
+        for line in shown:
+            rate = expected("linear", 8 * line["iteration"], top=top, low=0.0, warmup=80, decay=160)
+            assert line["learning_rate"] == pytest.approx(rate, rel=1e-3, abs=1e-9), line["iteration"]
+    assert shown[0]["iteration"] == 16 and len(shown) == 5
+    refused = run_alone([*flags, "--lr", "1e-4"], expect=1)
+    assert "0.001" in refused and "0.0001" in refused and "--override-lr-scheduler" in refused
 
 
 def test_other_constants_are_refused_naming_values_and_flags_and_change_nothing():
