@@ -362,6 +362,7 @@ def test_a_blend_leaves_out_weight_zero_and_sets_without_documents(tmp_path, cap
 
 
 def test_a_token_id_beyond_the_vocabulary_is_refused_with_id_and_path(tmp_path):
+    """deepspeedai/DeepSpeed-MII#473 and others: data of another tokenizer; at the start, or when a sample holds the id."""
     prefix = write(tmp_path / "d", [10] * 100)
     config = DataConfig(data_path=(prefix,), split="1")
     with pytest.raises(ValueError, match="token id 9,") as error:

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import regex
 
-from megatron.config import TokenizerConfig
+from megatron.config import DataConfig, TokenizerConfig
+from megatron.data.gpt_dataset import build_datasets
 from megatron.errors import RunError
 from megatron.tokenizer import MissingToken, build_tokenizer, segments
 from megatron.tokenizer.padding import padded_vocab_size
@@ -20,6 +21,7 @@ from megatron.tokenizer.sentences import split_sentences
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
 
+import preprocess_data
 import train_tokenizer
 
 EOD = "<|endoftext|>"
@@ -195,7 +197,35 @@ def test_a_long_text_is_cut_for_other_tokenizers_only_where_that_changes_nothing
             assert (len(encoded) > 10) == (name in ("bloom", "gpt2")), name
 
 
+def test_added_tokens_count_no_padding_is_made_up_and_data_of_another_tokenizer_are_refused(trained, tmp_path):
+    """deepspeedai/DeepSpeed-MII#473 (size without added tokens), and elsewhere a begin token that was the end token."""
+    from tokenizers import AddedToken
+    from tokenizers import Tokenizer as Library
+
+    library = Library.from_file(str(trained / "tokenizer.json"))
+    size = library.get_vocab_size()
+    library.add_special_tokens([AddedToken(f"<add{k}>") for k in range(3)])
+    (tmp_path / "a").mkdir()
+    library.save(str(tmp_path / "a" / "tokenizer.json"))
+    config = json.loads((trained / "tokenizer_config.json").read_text())
+    (tmp_path / "a" / "tokenizer_config.json").write_text(json.dumps(
+        {key: value for key, value in config.items() if key != "pad_token"} | {"bos_token": "<s>", "eos_token": "</s>"}))
+    a, b = build_tokenizer(hf_config(tmp_path / "a")), build_tokenizer(hf_config(trained))
+    assert a.vocab_size == size + 3 == max(library.get_vocab().values()) + 1 and b.vocab_size == size
+    assert a.tokenize("<add2>") == [size + 2] and a.detokenize([size + 2]) == "<add2>"
+    assert (a.bos, a.eos) == (1, 2) and not a.has("pad") and "share" not in a.describe()
+    (tmp_path / "in.jsonl").write_text('{"text": "some words <add1> and more"}\n' * 20)
+    assert preprocess_data.main(["--input", str(tmp_path / "in.jsonl"), "--output-prefix", str(tmp_path / "d"), "--workers", "0",
+                                 "--tokenizer-type", "PretrainedFromHF", "--tokenizer-name-or-path", str(tmp_path / "a")]) == 0
+    data, wanted = DataConfig(data_path=(str(tmp_path / "d_text_document"),), split="1"), dict(
+        seq_length=8, seed=1, train_samples=4, valid_samples=0, test_samples=0, cache=False)
+    assert build_datasets(data, vocab_size=a.vocab_size, **wanted).train is not None
+    with pytest.raises(ValueError, match=rf"d_text_document holds the token id {size + 1}, .* {size} ids .*--tokenizer-type"):
+        build_datasets(data, vocab_size=b.vocab_size, **wanted)
+
+
 def test_size_is_the_highest_id_plus_one_with_holes_and_added_tokens(tmp_path, trained):
+    """deepspeedai/DeepSpeed-MII#473: sizes that leave out special or added tokens."""
     vocab = {**{c: i for i, c in enumerate(byte_table().values())}, EOD: 999}
     assert build_tokenizer(write_files(tmp_path, vocab, [])).vocab_size == 1000
     plain = build_tokenizer(hf_config(trained))
@@ -218,6 +248,7 @@ def test_roles_are_ids_or_a_sentence(trained):
 
 
 def test_roles_with_one_id_are_reported(trained, tmp_path):
+    """deepspeedai/DeepSpeed-MII#473 and others: an id that means two things; preprocessing and training print this line."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         text = (trained / name).read_text(encoding="utf-8")
         (tmp_path / name).write_text(text.replace('"pad_token": "<pad>"', '"pad_token": "</s>"'), encoding="utf-8")
