@@ -20,6 +20,8 @@ from megatron.errors import RunError
 from megatron.initialize import choose_device
 
 SCRIPT = ROOT / "tests" / "meeting_script.py"
+#: seconds, on a machine that is busy with other things; torch alone would take half an hour, or for ever
+SOON = 60
 #: of other launchers, which a session that runs the tests may have
 FOREIGN = re.compile("SLURM_|OMPI_|PMI_|PMIX_|MV2_|MPI_LOCAL|TORCHELASTIC_|CROSS_|GROUP_")
 
@@ -40,7 +42,7 @@ def exported(ranks: int, port: int, addr: str = "127.0.0.1", only: tuple[int, ..
             for rank in (range(ranks) if only is None else only)]
 
 
-def meet(environments, folder, *flags: str, timeout: float = 60) -> tuple[list[int], str, float]:
+def meet(environments, folder, *flags: str, timeout: float = 120) -> tuple[list[int], str, float]:
     """Exit codes, all that was printed, seconds."""
     started = time.monotonic()
     codes, text = run_ranks(SCRIPT, list(flags), environments, folder, timeout)
@@ -74,47 +76,47 @@ def test_the_variables_of_one_launcher_are_enough_to_meet(of_rank, tmp_path):
 
 @pytest.mark.parametrize("tp", ["1", pytest.param("2", marks=pytest.mark.slow)])
 def test_the_timeout_is_that_of_all_groups_and_ends_a_wait_for_a_rank_that_sleeps(tp, tmp_path):
-    codes, text, seconds = meet(exported(2, free_port()), tmp_path, "--minutes", "0.05", "--day", "sleep", "--tp", tp)
-    assert text.count("'world': 3.0, 'ours': 3.0, \"DeepSpeed's\": 3.0") == 2, text
-    assert codes[0] == 1 and 3 <= seconds < 25, (codes, seconds)
+    codes, text, seconds = meet(exported(2, free_port()), tmp_path, "--minutes", "0.1", "--day", "sleep", "--tp", tp)
+    assert text.count("'world': 6.0, 'ours': 6.0, \"DeepSpeed's\": 6.0") == 2, text
+    assert codes[0] == 1 and 6 <= seconds < SOON, (codes, seconds)
     said, = [line for line in sentences(text) if line.startswith("rank 0")]
-    assert "waited 0.05 minutes (--distributed-timeout-minutes)" in said and "stuck" in said
+    assert "waited 0.1 minutes (--distributed-timeout-minutes)" in said and "stuck" in said
 
 
 def test_a_rank_that_is_gone_is_told_apart_from_one_that_is_slow(tmp_path):
     codes, text, seconds = meet(exported(2, free_port()), tmp_path, "--day", "gone")
-    assert codes == [1, 9] and seconds < 20
+    assert codes == [1, 9] and seconds < SOON
     said, = sentences(text)
     assert "lost its connection to another rank" in said, text
 
 
 def test_a_job_waits_for_a_rank_that_sleeps_as_long_as_the_flag_says(tmp_path):
     environments = exported(2, free_port())
-    environments[1]["BAD_DAY"] = json.dumps({"after": 1, "sleep": 60})
+    environments[1]["BAD_DAY"] = json.dumps({"after": 1, "sleep": 120})
     flags = [*small_model_flags(tmp_path), "--train-iters", "3", "--pipeline-model-parallel-size", "2",
-             "--distributed-timeout-minutes", "0.1"]
+             "--distributed-timeout-minutes", "0.2"]
     started = time.monotonic()
-    codes, text = run_ranks(ROOT / "tests" / "stop_script.py", flags, environments, tmp_path, 60)
-    assert codes == [1, 1] and time.monotonic() - started < 45, text
+    codes, text = run_ranks(ROOT / "tests" / "stop_script.py", flags, environments, tmp_path, 120)
+    assert codes == [1, 1] and time.monotonic() - started < SOON + 30, text
     assert "Traceback" not in text
     said, = [line for line in text.splitlines() if line.startswith("error on rank 0")]
-    assert "waited 0.1 minutes (--distributed-timeout-minutes)" in said
+    assert "waited 0.2 minutes (--distributed-timeout-minutes)" in said
     assert text.strip().splitlines()[-1].startswith("rank 1 ends too: the first error was on rank 0"), text
 
 
 def test_a_missing_rank_is_named_on_all_others(tmp_path):
     port = free_port()
-    codes, text, seconds = meet(exported(4, port, only=(0, 1, 3)), tmp_path, "--minutes", "0.05")
-    assert codes == [1, 1, 1] and 3 <= seconds < 20, (codes, seconds)
+    codes, text, seconds = meet(exported(4, port, only=(0, 1, 3)), tmp_path, "--minutes", "0.1")
+    assert codes == [1, 1, 1] and 6 <= seconds < SOON, (codes, seconds)
     said, = sentences(text)  # rank 0 speaks for all
-    for words in ("waited 0.05 minutes", "--distributed-timeout-minutes", f"127.0.0.1:{port}", "3 of 4 came", "missing: rank 2;"):
+    for words in ("waited 0.1 minutes", "--distributed-timeout-minutes", f"127.0.0.1:{port}", "3 of 4 came", "missing: rank 2;"):
         assert words in said, said
 
 
 def test_rank_zero_is_missing(tmp_path):
     port = free_port()
     codes, text, seconds = meet(exported(3, port, only=(1, 2)), tmp_path, "--minutes", "0.03")
-    assert codes == [1, 1] and seconds < 15
+    assert codes == [1, 1] and seconds < SOON
     assert len(sentences(text)) == 2
     for said in sentences(text):
         assert f"127.0.0.1:{port}" in said and "0.03 minutes" in said and "rank 0 is missing" in said
@@ -135,8 +137,8 @@ def taken():
 
 def test_a_busy_port_is_named_with_the_remedy_on_all_ranks(taken, tmp_path):
     """EleutherAI/gpt-neox#849, NVIDIA/mlperf-common#9: torch alone would have rank 1 wait for ever."""
-    codes, text, seconds = meet(exported(2, taken), tmp_path, "--minutes", "0.05")
-    assert codes == [1, 1] and seconds < 20
+    codes, text, seconds = meet(exported(2, taken), tmp_path, "--minutes", "0.1")
+    assert codes == [1, 1] and seconds < SOON
     first, second = sentences(text)
     assert f"listens on port {taken} of this host" in first and "set MASTER_PORT to a free port" in first
     assert f"127.0.0.1:{taken} is not rank 0 of this job" in second and "set MASTER_PORT to a free port" in second
@@ -145,7 +147,7 @@ def test_a_busy_port_is_named_with_the_remedy_on_all_ranks(taken, tmp_path):
 def test_every_rank_takes_itself_for_rank_zero(tmp_path):
     """EleutherAI/gpt-neox#849: "every rank tries to be master"."""
     port = free_port()
-    codes, text, _ = meet(exported(2, port, only=(0, 0)), tmp_path, "--minutes", "0.05")
+    codes, text, _ = meet(exported(2, port, only=(0, 0)), tmp_path, "--minutes", "0.1")
     assert codes == [1, 1]
     busy = [line for line in sentences(text) if f"another rank 0 listens on port {port}" in line]
     missing = [line for line in sentences(text) if "missing: rank 1" in line]
@@ -155,7 +157,7 @@ def test_every_rank_takes_itself_for_rank_zero(tmp_path):
 def test_two_processes_of_one_number_and_two_jobs_of_one_port(tmp_path):
     port = free_port()
     environments = exported(3, port, only=(0, 1, 1)) + exported(4, port, only=(2,))
-    codes, text, _ = meet(environments, tmp_path, "--minutes", "0.05")
+    codes, text, _ = meet(environments, tmp_path, "--minutes", "0.1")
     assert codes == [1] * 4
     said = sentences(text)
     assert sum(f"rank 1 has come to 127.0.0.1:{port} already" in line for line in said) == 1, text
@@ -164,7 +166,7 @@ def test_two_processes_of_one_number_and_two_jobs_of_one_port(tmp_path):
 
 def test_a_host_that_nobody_knows(tmp_path):
     codes, text, seconds = meet(exported(2, 29500, addr="no-such-host.invalid"), tmp_path, "--minutes", "0.01")
-    assert codes == [1, 1] and seconds < 15
+    assert codes == [1, 1] and seconds < SOON
     assert len(sentences(text)) == 2
     for said in sentences(text):
         assert "name no-such-host.invalid" in said and "no-such-host.invalid:29500" in said and "MASTER_ADDR" in said
@@ -172,8 +174,8 @@ def test_a_host_that_nobody_knows(tmp_path):
 
 def test_an_address_that_is_not_that_of_rank_zero(tmp_path):
     """A documentation address (RFC 5737) leads nowhere."""
-    codes, text, seconds = meet(exported(2, free_port(), addr="192.0.2.1"), tmp_path, "--minutes", "0.02", timeout=90)
-    assert codes == [1, 1] and seconds < 60
+    codes, text, seconds = meet(exported(2, free_port(), addr="192.0.2.1"), tmp_path, "--minutes", "0.02")
+    assert codes == [1, 1] and seconds < SOON
     assert "does not reach itself by the name 192.0.2.1" in text and "MASTER_ADDR to the host of rank 0" in text
 
 
