@@ -203,7 +203,9 @@ def test_a_converter_stops_at_copies_that_differ_and_at_unknown_names(kind, dtyp
     def run(name, *more):
         return convert_checkpoint.main([kind, "--load", str(base), "--save", str(tmp_path / name), *CONVERSIONS[kind], *more])
 
-    assert run("sound") == 0
+    stray = base / "layer_09-model_00-model_states.pt"
+    torch.save({"weight": torch.ones(36)}, stray)
+    assert run("sound") == 0 and f"{stray.name} ignored: the state file tells of 2 blocks" in capsys.readouterr().out
     sound = written(tmp_path / "sound")
     assert sound and {value.dtype for value in sound.values()} == {TORCH[dtype]}  # no --dtype: that of the source
     changed = base / "layer_04-model_01-model_states.pt"

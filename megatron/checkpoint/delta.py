@@ -51,7 +51,7 @@ class DeltaSource(WeightSource):
         self._targets, self._folder = targets(delta), folder
         self.replaced: dict[str, torch.Tensor] = {}
         """the base's values of what has been set so far, by canonical name"""
-        self.averaged = base.averaged
+        self.averaged, self.notes = base.averaged, base.notes
 
     def layer(self, index: int, tags: Mapping[str, ParamTag]) -> dict[str, torch.Tensor]:
         tensors, facts = self.base.layer(index, tags), self.delta.facts

@@ -223,7 +223,7 @@ def to_folder(checkpoint: str | Path, target: str | Path, *, base: str | Path | 
     return Exported(kind=kind, parameters=parameters, bytes=writer.total_bytes, rows=rows,
                     dropped_rows=stored_rows - rows, files=tuple(path.name for path in written),
                     carried=tuple(name for name in carried if name != CONFIG),
-                    notes=(*([plan.warning] if plan.warning else []), *averaged_lines(source.averaged),
+                    notes=(*([plan.warning] if plan.warning else []), *source.notes, *averaged_lines(source.averaged),
                            *([f"the last {missing} rows of the word table, padding that the run left out, are those of {base}"]
                              if missing else [])))
 

@@ -43,7 +43,7 @@ def reshape(load: str, save: str, *, tp: int, dtype: str | None = None, layout: 
     rows = rows_for(shape, stored_arguments(stored), tp)
     folder = write_layer_folder(save, plan.tag, source, dataclasses.replace(shape, padded_vocab_size=rows), tp=tp,
                                 dtype=dtype, layout=layout, stored=stored, unknown=unknown)
-    lines = [plan.warning] if plan.warning else []
+    lines = [*([plan.warning] if plan.warning else []), *source.notes]
     lines.append(f"{folder}: {shape.num_layers} blocks at TP {tp}, from {source.where} at TP {source.degree}")
     if rows != shape.padded_vocab_size:
         lines.append(f"  the word table has {rows:,} rows, {shape.padded_vocab_size:,} before")
