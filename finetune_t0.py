@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from megatron.arguments import parse_arguments
+from megatron.config import Settings
+
+if TYPE_CHECKING:  # torch is loaded once the command line is known to be right
+    import torch
+
+    from megatron.data.gpt_dataset import Datasets
+    from megatron.tokenizer import Tokenizer
 
 
-def datasets(settings, wanted):
+def datasets(settings: Settings, wanted: tuple[int, int, int]) -> Datasets:
     """Rows of ``seq_length`` + 1 entries, packed with whole pairs, for training, validation and test."""
     from megatron.data.packed_dataset import build_mtf_datasets
 
@@ -17,7 +26,7 @@ def datasets(settings, wanted):
                               vocab_size=settings.model.vocab_size)
 
 
-def batch(settings, tokenizer):
+def batch(settings: Settings, tokenizer: Tokenizer) -> Callable[[torch.Tensor], tuple]:
     """Function from rows [b, s + 1] to what the first and the last stage take.
 
     Raises SharedRunError when ``--eod-mask-loss`` asks for an end token that the tokenizer lacks.

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from megatron.arguments import parse_arguments
+from megatron.config import Settings
+
+if TYPE_CHECKING:  # torch is loaded once the command line is known to be right
+    import torch
+
+    from megatron.data.gpt_dataset import Datasets
+    from megatron.tokenizer import Tokenizer
 
 
-def datasets(settings, wanted):
+def datasets(settings: Settings, wanted: tuple[int, int, int]) -> Datasets:
     """Training, validation and test samples of ``seq_length`` + 1 tokens."""
     from megatron.data.gpt_dataset import build_datasets
 
@@ -17,11 +26,11 @@ def datasets(settings, wanted):
                           vocab_size=settings.model.vocab_size)
 
 
-def batch(settings, tokenizer):
+def batch(settings: Settings, tokenizer: Tokenizer) -> Callable[[torch.Tensor], tuple]:
     """Function from rows [b, s + 1] to what the first and the last stage take."""
     from megatron.data.batch import gpt_batch
 
-    def split(rows):
+    def split(rows: torch.Tensor) -> tuple:
         parts = gpt_batch(rows, settings.data, tokenizer.eod)
         inputs: tuple = (parts.tokens, parts.position_ids)
         if settings.model.reset_attention_mask:

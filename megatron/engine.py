@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,12 +27,13 @@ from megatron.model.loss import GlobalWeight, loss_function
 from megatron.model.pipe import GPTPipeline
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.layers import torch_dtype
+from megatron.mpu.random import RandomStreams
 from megatron.optimizer.build import build_optimizer
-from megatron.optimizer.learning_rate import build_schedule
+from megatron.optimizer.learning_rate import LearningRateSchedule, build_schedule
 from megatron.replicas import fingerprint
 
 
-def build_model(settings: Settings, context: ParallelContext, streams, plan: LoadPlan,
+def build_model(settings: Settings, context: ParallelContext, streams: RandomStreams, plan: LoadPlan,
                 weight: GlobalWeight | None = None) -> GPTPipeline:
     """Collective: this rank's stage, filled from the plan's weights, frozen if asked.
 
@@ -69,7 +71,7 @@ class OptimizerFacts:
 
 
 def build_engine(model: GPTPipeline, settings: Settings, context: ParallelContext, train_iters: int,
-                 global_batch_size: int):
+                 global_batch_size: int) -> tuple[Any, LearningRateSchedule]:
     """Collective: optimizer, schedule and DeepSpeed engine over what trains.
 
     Returns (engine, schedule). Frozen parameters reach neither of them.

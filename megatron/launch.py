@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 import traceback
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from megatron.config import Settings
 from megatron.errors import RunError, SecondHandError, SharedRunError
 from megatron.peers import Peers, say_last
 from megatron.signals import Signals
 
+if TYPE_CHECKING:
+    from megatron.training import Task
+
 #: exit code of a run that the keyboard interrupted: 128 + SIGINT
 INTERRUPTED = 130
 
 
-def run_task(settings: Settings, task) -> int:
+def run_task(settings: Settings, task: Task) -> int:
     """Train; returns the exit code of a run that ended in order, or ends the process without waiting for other ranks.
 
     A SharedRunError is raised on all ranks alike and printed once. Anything else may

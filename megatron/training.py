@@ -54,7 +54,7 @@ class Task:
     """What an entry script plugs into the loop."""
     datasets: Callable[[Settings, tuple[int, int, int]], Datasets]
     """(settings, samples wanted for train, valid, test) -> megatron.data.gpt_dataset.Datasets"""
-    batch: Callable[[Settings, Any], Callable[[torch.Tensor], tuple]]
+    batch: Callable[[Settings, Tokenizer], Callable[[torch.Tensor], tuple]]
     """(settings, tokenizer) -> function from rows [b, s + 1] to (stage inputs, labels)"""
 
 

@@ -7,6 +7,8 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+
 from megatron.bitfit import trainable
 from megatron.config import ModelConfig
 from megatron.enums import PositionEmbeddingType
@@ -24,7 +26,7 @@ class Progress:
     skipped_iterations: int = 0
 
 
-def trained_names(model) -> list[str]:
+def trained_names(model: torch.nn.Module) -> list[str]:
     """Names of what trains on this rank, in the optimizer's order of mention."""
     return [name for name, _ in trainable(model)]
 

@@ -6,7 +6,9 @@ import functools
 import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megatron.checkpoint import files, layouts, manifest
@@ -101,7 +103,7 @@ def _other_iteration(stored: dict, first: dict, plan: LoadPlan, rank: int) -> st
     return None
 
 
-def check_trained(plan: LoadPlan, stored: dict, settings: Settings, context: ParallelContext, model) -> None:
+def check_trained(plan: LoadPlan, stored: dict, settings: Settings, context: ParallelContext, model: torch.nn.Module) -> None:
     """Collective: refuse a resume whose optimizer state belongs to other parameters than train now.
 
     Whole models are compared, whichever stages they were and are cut into.
@@ -155,7 +157,7 @@ def _our_name(numbers: dict[str, int], name: str) -> str:
     return f"{numbers[layer]}.{layouts.current_name(rest)}" if layer in numbers else name
 
 
-def _trained_anywhere(model, context: ParallelContext) -> frozenset[str]:
+def _trained_anywhere(model: torch.nn.Module, context: ParallelContext) -> frozenset[str]:
     """Collective: names of what trains, of all stages."""
     mine = trained_names(model) if context.tp_rank == context.dp_rank == 0 else []
     everyones = [mine]
@@ -173,7 +175,8 @@ def _kind(bitfit: bool | None, terms: Sequence[str] | None) -> str:
     return f"--bitfit --bitfit-bias-terms {'all' if set(terms) == set(BIAS_TERMS) else ' '.join(terms)}"
 
 
-def resume(engine, plan: LoadPlan, stored: dict, streams, settings: Settings, context: ParallelContext) -> Progress:
+def resume(engine: Any, plan: LoadPlan, stored: dict[str, Any], streams: RandomStreams, settings: Settings,
+           context: ParallelContext) -> Progress:
     """Collective: bring optimizer, schedule, counters and random states back into an engine.
 
     The weights are in the model already (``engine.build_model``, whatever was their layout). With

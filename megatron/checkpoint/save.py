@@ -10,6 +10,7 @@ import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ from megatron.config import CheckpointConfig, Settings
 from megatron.errors import RunError, SharedRunError
 from megatron.initialize import agree
 from megatron.mpu.context import ParallelContext
-from megatron.mpu.random import capture_rng_state
+from megatron.mpu.random import RandomStreams, capture_rng_state
 
 #: seconds after which rank 0 looks again for files of other nodes: network file systems cache what a folder holds
 NETWORK_DELAYS = (1, 4, 15, 40)
@@ -60,7 +61,7 @@ class Saver:
         self._run = _run_of(plan) if context.rank == 0 else ""  # rank 0 alone writes manifests
         self._known = _newest(self.folder)[0] if context.rank == 0 and settings.checkpoint.save else 0
 
-    def save(self, engine, progress: Progress, streams) -> None:
+    def save(self, engine: Any, progress: Progress, streams: RandomStreams) -> None:
         """Collective: write one tag of this state; on return it is visible, or under way with ``--async-save``.
 
         Raises SharedRunError on all ranks when one of them cannot write; the tags before are
@@ -120,7 +121,7 @@ class Saver:
                 shutil.rmtree(self.folder / f"{pending.tag}.part", ignore_errors=True)
         agree(self.context, problem)
 
-    def _write(self, engine, tag: str, state: dict, writer: TagWriter) -> None:
+    def _write(self, engine: Any, tag: str, state: dict, writer: TagWriter) -> None:
         """Collective: this rank's files into ``TAG.part``, or into memory; ends with a barrier."""
         engine.checkpoint_engine.writer = writer
         # a helper script that DeepSpeed copies beside the tags, on rank 0 alone and before a barrier
@@ -194,7 +195,7 @@ class Saver:
                 f"the previous checkpoint is untouched ({what})")
 
 
-def save(engine, settings: Settings, context: ParallelContext, progress: Progress, streams) -> None:
+def save(engine: Any, settings: Settings, context: ParallelContext, progress: Progress, streams: RandomStreams) -> None:
     """Collective: one tag of a run that saves once; see `Saver`."""
     saver = Saver(settings, context)
     saver.save(engine, progress, streams)
@@ -218,7 +219,8 @@ def _named(folder: Path, pattern: str) -> list[Path]:
             if re.fullmatch(pattern, path.name) and path.is_dir() and not path.is_symlink()]
 
 
-def _client_state(engine, settings: Settings, context: ParallelContext, progress: Progress, streams) -> dict:
+def _client_state(engine: Any, settings: Settings, context: ParallelContext, progress: Progress,
+                  streams: RandomStreams) -> dict[str, Any]:
     """What the state file of a model-parallel rank holds beside DeepSpeed's part."""
     arguments = dict(settings.flags)
     arguments.update(consumed_train_samples=progress.consumed_train_samples,

@@ -11,7 +11,7 @@ ranks or the pipeline's schedule; the first does not when targets differ in leng
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -45,7 +45,8 @@ class GlobalWeight:
         return self.per_micro_batch
 
 
-def loss_function(config: ModelConfig, context: ParallelContext, weight: GlobalWeight | None = None):
+def loss_function(config: ModelConfig, context: ParallelContext, weight: GlobalWeight | None = None
+                  ) -> Callable[[torch.Tensor, tuple[torch.Tensor, torch.Tensor]], torch.Tensor]:
     """The loss of one micro-batch, called with logits [b, s, V / TP] and (labels, loss mask), each [b, s].
 
     sum(loss * mask) / sum(mask), or over ``weight.per_micro_batch`` where a ``weight`` is given:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from megatron.config import ModelConfig
+
 #: pipeline index of the embedding, of block 0, and how far behind the blocks the final LayerNorm is
 EMBEDDING_INDEX, FIRST_BLOCK, FINAL_NORM = 1, 3, 4
 
 
-def final_norm_index(config) -> int:
-    """Pipeline index, and layer file number, of the final LayerNorm of a ModelConfig."""
+def final_norm_index(config: ModelConfig) -> int:
+    """Pipeline index, and layer file number, of the final LayerNorm."""
     return config.num_layers + FINAL_NORM
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from megatron.config import OptimizerConfig, TrainConfig
 from megatron.optimizer.batch_size import ScheduleError
@@ -19,6 +19,12 @@ CONSTANTS = {
     "decay_steps": "--lr-decay-samples or --lr-decay-iters, by default the length of the run",
     "decay_style": "--lr-decay-style",
 }
+
+
+class HasGroups(Protocol):
+    """An optimizer, as far as a schedule is concerned."""
+
+    param_groups: list[dict[str, Any]]
 
 
 class LearningRateSchedule:
@@ -36,7 +42,7 @@ class LearningRateSchedule:
     Raises ScheduleError (a ValueError) for constants that contradict each other.
     """
 
-    def __init__(self, owner, *, max_lr: float, min_lr: float = 0.0, warmup_steps: float = 0,
+    def __init__(self, owner: HasGroups, *, max_lr: float, min_lr: float = 0.0, warmup_steps: float = 0,
                  decay_steps: int, decay_style: str = "linear", decay_tokens: int | None = None,
                  tokens_per_step: int | None = None, override: bool = False, use_checkpoint: bool = False):
         self.owner = owner
@@ -140,7 +146,7 @@ class LearningRateSchedule:
         self.apply()
 
 
-def build_schedule(config: OptimizerConfig, train: TrainConfig, optimizer, train_iters: int,
+def build_schedule(config: OptimizerConfig, train: TrainConfig, optimizer: HasGroups, train_iters: int,
                    seq_length: int | None = None) -> LearningRateSchedule:
     """The schedule of a run, all lengths turned into samples.
 
