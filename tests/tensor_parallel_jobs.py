@@ -36,13 +36,14 @@ def two_batches() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def logits_of(settings: ModelConfig, bias: float | None, context: ParallelContext = ALONE) -> list[torch.Tensor]:
-    """Whole logits [3, LENGTH, V] of both batches; ``bias`` fills those of all row-parallel layers."""
+    """Whole logits [3, LENGTH, V] of both batches; biases of row-parallel layers run from -bias to bias."""
     model = build(settings, context).eval()
     logits = []
     with torch.no_grad():
         for name, param in model.named_parameters():
             if bias is not None and name.endswith(("self_attention.dense.bias", "mlp.dense_4h_to_h.bias")):
-                param.fill_(bias)
+                # not the same everywhere, which the next LayerNorm would take out again
+                param.copy_(torch.linspace(-bias, bias, len(param)))
         for tokens in two_batches():
             mine = model(tokens).contiguous()
             shares = [torch.empty_like(mine) for _ in range(context.tp_size)]

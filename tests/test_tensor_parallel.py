@@ -38,7 +38,7 @@ def test_twenty_clipped_bf16_steps_leave_all_copies_equal(bitfit, base, worker_g
 # --- logits -----------------------------------------------------------------------------------
 
 #: 96 rows of vocabulary divide by all degrees
-RUNS = [(f"{heads} heads, TP {size}, {'explicit' if explicit else 'blocked'}{', biases of 5' if bias else ''}",
+RUNS = [(f"{heads} heads, TP {size}, {'explicit' if explicit else 'blocked'}{', biases up to 5' if bias else ''}",
          (config(num_attention_heads=heads, padded_vocab_size=96, masked_softmax_fusion=not explicit), bias, size))
         for heads, size in ((4, 2), (4, 4), (6, 2), (6, 3), (12, 4)) for explicit in (False, True)
         for bias in ((None, 5.0) if heads == 4 and not explicit else (None,))]
@@ -52,7 +52,7 @@ def over_tp(worker_group):
 
 
 # bigscience-workshop/Megatron-DeepSpeed#227: all TP ranks took the first slice of ALiBi's slopes.
-# huggingface/text-generation-inference#1036: row-parallel biases, here of 5, were added once per TP rank.
+# huggingface/text-generation-inference#1036: row-parallel biases, here up to 5, were added once per TP rank.
 @pytest.mark.parametrize("name, run", RUNS, ids=[name for name, _ in RUNS])
 def test_logits_at_any_tp_are_those_of_one_process_and_causal(name, run, over_tp):
     settings, bias, _ = run
