@@ -75,20 +75,37 @@ def _in_child() -> None:
 os.register_at_fork(after_in_child=_in_child)
 
 
-def outlive_signals(worker: int) -> None:
-    """Called at the start of a data loader's process: only its rank may end it, which needs it until it has stopped.
+def end_with_rank(worker: int) -> None:
+    """Called at the start of a data loader's process: it ends when its rank does, however that was.
 
-    Schedulers signal every process of a job. A worker whose rank is gone notices that by itself.
+    torch looks whether the parent is another one now, but a worker that a fork server started never had
+    its rank as parent.
     """
+    rank = multiprocessing.parent_process()
+    assert rank is not None, "called in worker processes only"
+
+    def watch() -> None:
+        rank.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def outlive_signals(worker: int) -> None:
+    """As `end_with_rank`, and not before: a rank that was told to stop needs its worker until it has stopped.
+
+    Schedulers signal every process of a job.
+    """
+    end_with_rank(worker)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):  # not on macOS
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         parent = multiprocessing.parent_process()
         assert parent is not None, "called in worker processes only"
-        threading.Thread(target=_end_with_rank, args=(parent.pid,), daemon=True).start()
+        threading.Thread(target=_end_on_order, args=(parent.pid,), daemon=True).start()
 
 
-def _end_with_rank(rank: int) -> None:
+def _end_on_order(rank: int) -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank:
         pass
     os._exit(0)

@@ -42,7 +42,7 @@ from megatron.optimizer.learning_rate import LearningRateSchedule
 from megatron.peers import Peers
 from megatron.replicas import Replicas
 from megatron.run_report import RunReport
-from megatron.signals import Signals, outlive_signals
+from megatron.signals import Signals, end_with_rank, outlive_signals
 from megatron.stopping import GradientWatch, Stop, Stopping
 from megatron.tensorboard import TensorBoardWriter
 from megatron.tokenizer import Tokenizer, build_tokenizer
@@ -279,7 +279,7 @@ def _rows(run: Run, dataset: Dataset | None, *, valid: bool = False, groups: int
                               consumed_samples=consumed, kind=settings.data.dataloader_type,
                               num_workers=settings.data.valid_num_workers if valid
                               else settings.data.num_workers, seed=settings.train.seed, cycle=valid or test,
-                              worker_start=outlive_signals if settings.train.exit_signal_handler else None)
+                              worker_start=outlive_signals if settings.train.exit_signal_handler else end_with_rank)
     return BroadcastRows(source, context, settings.train.micro_batch_size, settings.model.seq_length + 1)
 
 

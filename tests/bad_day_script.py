@@ -7,6 +7,7 @@ The environment variable BAD_DAY of a rank holds a JSON object; all of it is opt
   ``how`` happens: "raise" something unexpected, "refuse" with a sentence, "kill" the process, "touch" a ``file``, or what
   stop_script.happen knows ("signals", "gap", "sleep");
 - ``children``: a file that gets the ids of the processes of this rank's data loader first;
+- ``start``: how these are started, "fork" or "forkserver";
 - ``hang``: true to begin a thread first that Python would wait for.
 """
 
@@ -88,7 +89,8 @@ class Place:
 def arm(day: dict) -> None:
     """Have this rank come to its place."""
     step, place = training._step, Place(day)
-    multiprocessing.set_start_method("fork", force=True)  # as under a launcher; the loader's processes get what follows
+    # as under a launcher before Python 3.14; the loader's processes get what follows
+    multiprocessing.set_start_method(day.get("start", "fork"), force=True)
     place.before(pretrain_gpt, "parse_arguments", "arguments")
     place.before(training, "initialize_distributed", "meeting")
     place.before(pretrain_gpt, "datasets", "data")
