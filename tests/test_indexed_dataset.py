@@ -130,26 +130,26 @@ def test_byte_offsets_are_64_bit_beyond_2_to_the_32():
 
 @pytest.mark.parametrize("write_it", [False, True], ids=["read", "written and read"])
 def test_tokens_beyond_2_to_the_32_bytes_are_found(tmp_path, write_it):
-    """NVIDIA/Megatron-LM#1672, in whole files: a .bin of 6 GB, nearly all of it a hole that takes no room on the disk."""
-    sizes = [2**30 - 1, 5, 2**29, 3]
-    last = 4 * sum(sizes[:3])
-    assert last > 2**32
+    """NVIDIA/Megatron-LM#1672, in whole files: a .bin of 17 GB, nearly all of it a hole that takes no room on the disk."""
+    sizes = [2**30 - 1, 5, 2**30, 2**31 - 1, 3]
+    last = 4 * sum(sizes[:4])
+    assert last > 4 * 2**32
     with open(tmp_path / "d.bin", "wb") as file:
         file.seek(4 * sizes[0])
         file.write(struct.pack("<5i", *range(5)))
         file.seek(last)
         file.write(struct.pack("<3i", 7, 8, 9))
-    (tmp_path / "d.idx").write_bytes(packed_index(4, sizes, 4, range(5)))
+    (tmp_path / "d.idx").write_bytes(packed_index(4, sizes, 4, range(6)))
     if write_it:  # the index, as the writer makes it of sizes like these
         writer = IndexedDatasetWriter(str(tmp_path / "d"), np.int32)
         writer._sizes.extend(sizes)
-        writer._marks.extend([1, 2, 3, 4])
+        writer._marks.extend([1, 2, 3, 4, 5])
         with open(tmp_path / "again", "wb") as file:
             writer._write_index(file)
         assert (tmp_path / "again").read_bytes() == (tmp_path / "d.idx").read_bytes()
     data = IndexedDataset(str(tmp_path / "d"))
-    assert data[1].tolist() == [0, 1, 2, 3, 4] and data[3].tolist() == [7, 8, 9] and data.get(3, 1, 1).tolist() == [8]
-    documents = np.array([3, 1])
+    assert data[1].tolist() == [0, 1, 2, 3, 4] and data[4].tolist() == [7, 8, 9] and data.get(4, 1, 1).tolist() == [8]
+    documents = np.array([4, 1])
     rows = GPTDataset("t", data, documents, 2, 3, 0, cache=False)
     assert {int(token) for k in range(2) for token in rows[k]["text"]} <= {0, 1, 2, 3, 4, 7, 8, 9}
 
