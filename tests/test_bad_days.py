@@ -162,6 +162,15 @@ def test_a_kill_switch_that_appears_during_a_run_stops_all_ranks(jobs, tmp_path)
     assert usable_tag(tmp_path / "run", verify=True) == ("global_step2", None)
 
 
+def test_absurd_lengths_are_refused_in_one_sentence_that_leaves_no_folder(jobs, tmp_path):
+    """Before the model is built."""
+    for flag, length in (("--train-iters", 10**13), ("--eval-iters", 10**15)):
+        codes, lines, _ = jobs.run(flag, str(length), days={}, save=tmp_path / "run", ranks=1)
+        assert codes == [1] and lines[-1].startswith("error: an index of ") and flag in lines[-1], lines[-5:]
+        assert "does not fit into memory" in lines[-1] and not (tmp_path / "run").exists()
+        assert not any("memory per rank" in line for line in lines)
+
+
 # --- under torchrun -----------------------------------------------------------------------------
 
 
