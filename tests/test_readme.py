@@ -2,6 +2,7 @@
 
 import re
 import sys
+from fnmatch import fnmatch
 
 import pytest
 from launching import ROOT
@@ -52,3 +53,14 @@ def test_the_migration_page_has_every_flag_once():
     found = sorted(flag for part in (other, new, sections["Flags that mean the same"]) for flag in re.findall(r"`(--[\w-]+)`", part))
     elsewhere = {flag.name for flag in (*NO_EFFECT, *REFUSED)}
     assert [flag for flag in found if flag not in elsewhere] == sorted(flag.name for flags in USED.values() for flag in flags)
+
+
+def test_the_module_map_names_every_module_and_no_other():
+    """A name with a star stands for several; one that two folders share must be there for each."""
+    block = read("docs/architecture.md").split("```")[1]
+    named = re.findall(r"[\w*]+\.(?:py|cpp)", block)
+    there = [path.name for path in (*(ROOT / "megatron").rglob("*.py"), *(ROOT / "megatron").rglob("*.cpp"))
+             if path.name != "__init__.py"] + [path.name for path in ROOT.glob("*.py") if path.name != "setup.py"]
+    assert sorted({name for name in there if sum(fnmatch(name, each) for each in named) < there.count(name)}) == []
+    tools = {path.name for path in (ROOT / "tools").glob("*.py")}
+    assert [each for each in named if each not in tools and not any(fnmatch(name, each) for name in there)] == []
