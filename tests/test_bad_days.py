@@ -140,6 +140,7 @@ def test_a_signal_during_a_step_or_an_evaluation_saves_that_iteration_everywhere
 
 
 def test_a_signal_during_the_start_ends_it_before_anything_is_trained(jobs, tmp_path):
+    """goodfire-ai/spd#741: a signal before the first step is not forgotten."""
     codes, lines, _ = jobs.run(*PIPELINE, "--exit-signal-handler", save=tmp_path / "run",
                                days={1: {"at": "meeting", "signals": ["SIGUSR1"]}})
     assert codes == [REQUEUE, REQUEUE] and stopped(lines) == [("0", "SIGUSR1")], "\n".join(lines)[-3000:]
@@ -147,6 +148,7 @@ def test_a_signal_during_the_start_ends_it_before_anything_is_trained(jobs, tmp_
 
 
 def test_a_second_signal_during_the_start_quits_at_once_and_ends_the_other_rank(jobs, tmp_path):
+    """goodfire-ai/spd#741: nobody is caught between two signals."""
     codes, lines, seconds = jobs.run(
         *PIPELINE, "--exit-signal-handler", save=tmp_path / "run",
         days={1: {"at": "model", "signals": ["SIGTERM"] * 2, "gap": 1.2, "sleep": 60}})
