@@ -51,8 +51,19 @@ class _Parser(argparse.ArgumentParser):
     """Prints one sentence instead of the whole usage; silent when ``quiet``."""
 
     quiet = False
+    #: a sentence per refused flag, said all at once: on a cluster each start may wait hours in a queue
+    refused: tuple[str, ...] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self.refused = ()
+        parsed = super().parse_known_args(args, namespace)
+        if self.refused:
+            self.error("")
+        return parsed
 
     def error(self, message: str) -> NoReturn:
+        # what else is wrong may follow from them: --batch-size in place of --micro-batch-size
+        message = ". ".join(self.refused) or message
         unknown = message.removeprefix("unrecognized arguments: ")
         if unknown != message:
             near = get_close_matches(unknown.split()[0].split("=")[0], self._option_string_actions, n=1)
@@ -72,7 +83,7 @@ class _Refuse(argparse.Action):
     def __call__(self, parser, namespace, values, option_string=None) -> None:
         given = " ".join(values)
         if given.lower() not in self.neutral:
-            parser.error(f"{' '.join([option_string, *values])}: {self.why}")
+            parser.refused += (f"{' '.join([option_string, *values])}: {self.why}",)
         setattr(namespace, self.dest, given)
 
 

@@ -38,7 +38,7 @@ from megatron.model.loss import GlobalWeight
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.random import RandomStreams, seed_everything
 from megatron.optimizer.batch_size import BatchSizeSchedule, training_iterations
-from megatron.optimizer.learning_rate import LearningRateSchedule
+from megatron.optimizer.learning_rate import LearningRateSchedule, low_rate_notice
 from megatron.peers import Peers
 from megatron.replicas import Replicas
 from megatron.run_report import RunReport
@@ -185,7 +185,7 @@ def _prepare(settings: Settings, context: ParallelContext, signals: Signals | No
         write_text(folder / f"args_{time.strftime('%Y-%m-%dT%H:%M:%S')}.txt", format_argument_dump(settings) + "\n")
     if ignored := accepted_without_effect(settings):
         start.say(f"accepted, no effect here: {', '.join(ignored)}")
-    if notice := zero_stage_notice(settings):
+    for notice in filter(None, (zero_stage_notice(settings), low_rate_notice(settings.optimizer))):
         start.say(notice)
     start.say(log_lines.training_iterations_line(train_iters))
     start.writer.log_arguments(settings.flags)

@@ -117,6 +117,12 @@ def test_a_flag_that_is_not_offered_is_refused_with_its_value(capsys, line):
     assert line in message and len(message.split()) > 6
 
 
+def test_all_refused_flags_of_a_line_are_named_at_once(capsys):
+    """A start on a cluster waits in a queue: one flag a start would cost days."""
+    message = refusal(capsys, f"{TINY} --partition-activations --bitfit --universal-checkpoint --noise-density 0.15")
+    assert all(words in message for words in ("--partition-activations: ", "--universal-checkpoint: ", "--noise-density 0.15: "))
+
+
 @pytest.mark.parametrize("old, new", [("--batch-size", "--micro-batch-size"), ("--warmup", "--lr-warmup-fraction"),
                                       ("--model-parallel-size", "--tensor-model-parallel-size")])
 def test_a_removed_name_leads_to_the_new_one(capsys, old, new):

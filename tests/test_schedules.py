@@ -9,7 +9,7 @@ from tiny_data import small_model_flags
 
 from megatron.config import OptimizerConfig, TrainConfig
 from megatron.optimizer.batch_size import BatchSizeSchedule, training_iterations
-from megatron.optimizer.learning_rate import LearningRateSchedule, build_schedule
+from megatron.optimizer.learning_rate import LearningRateSchedule, build_schedule, low_rate_notice
 
 
 class Owner:
@@ -356,3 +356,11 @@ def test_apply_overwrites_the_rate_that_a_loaded_optimizer_brings():
 def test_a_state_without_its_keys_is_refused():
     with pytest.raises(ValueError, match="decay_steps"):
         schedule_of().load_state_dict({"max_lr": 1.0, "num_steps": 3})
+
+
+@pytest.mark.parametrize("lr, bitfit, told", [(2e-5, True, True), (4e-5, True, True), (2e-5, False, False), (1e-3, True, False),
+                                              (1e-4, True, False), (None, True, False)])
+def test_a_bitfit_run_with_the_rate_of_full_fine_tuning_is_told_so(lr, bitfit, told):
+    notice = low_rate_notice(OptimizerConfig(lr=lr, bitfit=bitfit))
+    assert (notice is not None) is told
+    assert not told or f"--lr {lr:g}" in notice and "1e-3" in notice

@@ -21,6 +21,18 @@ CONSTANTS = {
 }
 
 
+#: published BitFit runs used 1e-3 and more; below this a rate was most likely taken over from full fine-tuning
+LOW_BITFIT_RATE = 1e-4
+
+
+def low_rate_notice(config: OptimizerConfig) -> str | None:
+    """What is said at the start of a --bitfit run that has kept the learning rate of full fine-tuning."""
+    if not config.bitfit or config.lr is None or config.lr >= LOW_BITFIT_RATE:
+        return None
+    return (f"--lr {config.lr:g} is a rate of full fine-tuning; biases want far more, around 1e-3 "
+            "(docs/bitfit.md)")
+
+
 class HasGroups(Protocol):
     """An optimizer, as far as a schedule is concerned."""
 
