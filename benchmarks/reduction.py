@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import socket
 import time
 from collections import Counter
 from fractions import Fraction
@@ -161,9 +162,10 @@ def start_ranks(count: int, shape: Shape, repetitions: int, threads: int) -> dic
 
     from deepspeed.accelerator import get_accelerator
 
-    from megatron.initialize import free_port
-
-    environment = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with socket.socket() as probe:  # a port nobody listens on
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     if get_accelerator().device_name() == "cpu" or get_accelerator().device_count() < count:
         environment["DS_ACCELERATOR"] = "cpu"
     spawn = get_context("spawn")

@@ -60,11 +60,6 @@ def _trains(name: str, owner: torch.nn.Module, terms: tuple[str, ...]) -> bool:
     return _TERMS[kind] in terms
 
 
-def has_bias(model: torch.nn.Module) -> bool:
-    """Whether this rank's layers hold any bias at all."""
-    return any(is_bias(name) for name, _ in model.named_parameters())
-
-
 def trainable(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
     """Name and parameter of all that trains on this rank, without an anchor."""
     return [(name, param) for name, param in model.named_parameters()
@@ -133,8 +128,6 @@ class ParameterReport:
     """trainable tensors and elements per parameter name, layers added up"""
     trainable: int
     total: int
-    trainable_copies: int
-    """trainable elements held by all ranks together: replicas and TP copies included"""
 
     @property
     def share(self) -> float:
@@ -154,12 +147,10 @@ def term_of(name: str) -> str:
 def parameter_report(model: torch.nn.Module, context: ParallelContext) -> ParameterReport:
     """Collective: gather the counts of all stages."""
     terms: dict[str, tuple[int, int]] = {}
-    total = copies = 0
+    total = 0
     for name, param in model.named_parameters():
         if is_anchor(param):
             continue
-        if param.requires_grad:
-            copies += param.numel()
         if context.tp_rank or context.dp_rank or getattr(param, "ds_pipe_replicated", False):
             continue
         elements = torch.Size(full_shape(param, tag_of(param), context.tp_size)).numel()
@@ -168,18 +159,17 @@ def parameter_report(model: torch.nn.Module, context: ParallelContext) -> Parame
             tensors, sum_so_far = terms.get(term_of(name), (0, 0))
             terms[term_of(name)] = (tensors + 1, sum_so_far + elements)
     merged: dict[str, tuple[int, int]] = {}
-    everyone = [(terms, total, copies)]
+    everyone = [(terms, total)]
     if context.world_size > 1:
         everyone *= context.world_size
-        dist.all_gather_object(everyone, (terms, total, copies))
-    for their_terms, _, _ in everyone:
+        dist.all_gather_object(everyone, (terms, total))
+    for their_terms, _ in everyone:
         for term, (tensors, elements) in their_terms.items():
             had = merged.get(term, (0, 0))
             merged[term] = (had[0] + tensors, had[1] + elements)
     report = ParameterReport(terms=merged,
                              trainable=sum(elements for _, elements in merged.values()),
-                             total=sum(entry[1] for entry in everyone),
-                             trainable_copies=sum(entry[2] for entry in everyone))
+                             total=sum(entry[1] for entry in everyone))
     if not report.trainable:
         raise SharedRunError("nothing to train: --bitfit trains biases only and this model has no bias "
                              "parameter at all; drop --bitfit or build the model with biases")

@@ -23,13 +23,6 @@ from megatron.meeting import meet
 from megatron.mpu.context import ParallelContext, build_context
 
 
-def free_port() -> int:
-    """A TCP port nobody listens on just now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def meeting_point(parallel: ParallelConfig, environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
     """Address and port of ``parallel``, or of MASTER_ADDR and MASTER_PORT where it names none; port 0 is any."""
     alone = parallel.world_size == 1

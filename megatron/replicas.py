@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from megatron.bitfit import is_anchor
 from megatron.config import Settings
-from megatron.model.pipe import EMBEDDING_INDEX, FIRST_BLOCK
+from megatron.model.numbering import EMBEDDING_INDEX, FIRST_BLOCK
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.tags import tag_of
 

@@ -16,7 +16,7 @@ from megatron.flops import operations_needed, tflops_reported
 from megatron.gradients import accumulation_line
 from megatron.memory import SavedBytes, expected_bytes, held_bytes
 from megatron.metrics import peak_memory_bytes
-from megatron.model.pipe import FIRST_BLOCK
+from megatron.model.numbering import FIRST_BLOCK
 from megatron.mpu.context import ParallelContext
 from megatron.phases import PHASES, StepPhases, shares
 

@@ -17,6 +17,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def free_port() -> int:
+    """A TCP port nobody listens on just now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

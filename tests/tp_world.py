@@ -1,7 +1,6 @@
 """Run checks on two tensor-parallel ranks, in one start of two processes."""
 
 import os
-import socket
 import tempfile
 import traceback
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from launching import free_port
 
 from megatron.mpu.context import ParallelContext
 
@@ -36,11 +36,8 @@ def run_checks(checks: dict) -> dict[str, str]:
     leave the other waiting in a collective; gloo ends that when the process exits.
     """
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_rank, (port, folder, checks), nprocs=SIZE)
+        torch.multiprocessing.spawn(_rank, (free_port(), folder, checks), nprocs=SIZE)
         assert all(Path(folder, f"done.{rank}").exists() for rank in range(SIZE))
         return {path.name.partition(".")[0]: path.read_text()
                 for path in Path(folder).iterdir() if not path.name.startswith("done")}

@@ -13,7 +13,6 @@ import importlib
 import os
 import pickle
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from forked import warm_context
+from launching import free_port
 
 TESTS = Path(__file__).parent
 START_TIMEOUT = 180.0
@@ -32,13 +32,6 @@ GRACE = 1.0
 #: jobs after which a group starts afresh: the engines of each leave some twenty process groups
 #: behind, whose gloo threads wake up all the time and take the cores from everybody else
 JOBS_PER_START = 3
-
-
-def free_port() -> int:
-    """A TCP port nobody listens on just now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class JobFailed(AssertionError):

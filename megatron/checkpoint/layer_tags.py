@@ -6,7 +6,8 @@ import torch
 
 from megatron.bitfit import freeze, trainable
 from megatron.config import ModelConfig
-from megatron.model.pipe import EMBEDDING_INDEX, FIRST_BLOCK, GPTModel, final_norm_index
+from megatron.model.numbering import EMBEDDING_INDEX, FIRST_BLOCK, final_norm_index
+from megatron.model.pipe import GPTModel
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.random import RandomStreams
 from megatron.mpu.tags import ParamTag, tag_of

@@ -20,8 +20,6 @@ from megatron.config import ModelConfig
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy
 
-NORMALIZATIONS = ("micro-batch", "global-tokens", "global-targets")
-
 
 class GlobalWeight:
     """The mean weight of a micro-batch over the global batch in hand, on ranks of the last stage."""

@@ -17,7 +17,6 @@ from megatron.model.block import ParallelTransformerLayerPipe
 from megatron.model.embedding import TIE, EmbeddingHead, EmbeddingPipe
 from megatron.model.loss import loss_function
 from megatron.model.norm import LayerNorm
-from megatron.model.numbering import EMBEDDING_INDEX, FIRST_BLOCK, final_norm_index  # noqa: F401  (found here too)
 from megatron.model.positions import PositionCache
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.layers import parallel_logits

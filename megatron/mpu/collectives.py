@@ -33,12 +33,3 @@ class _ReduceFromTP(torch.autograd.Function):
 def reduce_from_tp(tensor: torch.Tensor, context: ParallelContext) -> torch.Tensor:
     """Sum partial results over TP; the gradient passes unchanged."""
     return tensor if context.tp_size == 1 else _ReduceFromTP.apply(tensor, context)
-
-
-def broadcast_object(value, context: ParallelContext):
-    """A small Python object from TP rank 0 to the whole TP group."""
-    if context.tp_size == 1:
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, src=context.tp_ranks[0], group=context.tp_group)
-    return box[0]
