@@ -2,14 +2,15 @@
 # Pretrain a 125M GPT in BLOOM's layout, or train its biases: a launch script to copy and edit.
 #
 #   DATA=d/text_document TOKENIZER=d/tokenizer.json bash examples/pretrain_gpt_small.sh
-#   ... bash examples/pretrain_gpt_small.sh --load checkpoints/base --save checkpoints/biases --bitfit
+#   ... SAVE=checkpoints/biases bash examples/pretrain_gpt_small.sh --load checkpoints/base --bitfit \
+#       --lr 1e-3 --lr-decay-style constant
 #
 # Further arguments are flags of pretrain_gpt.py; a flag given twice has its last value. The same
 # line starts and resumes: a --save folder that holds this run's checkpoint is continued from.
 #
 #   DATA        prefix of the token files made by tools/preprocess_data.py (required)
 #   TOKENIZER   folder, tokenizer.json or hub name they were made with (required)
-#   SAVE        folder of the checkpoints (checkpoints/base)
+#   SAVE        folder of the checkpoints and curves (checkpoints/base)
 #   GPUS        processes on this node (the accelerators that are visible, else 1)
 #   NODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   for more nodes than one (1, 0, 127.0.0.1, 6000)
 #   TP, PP      tensor and pipeline degree (1, 1); the rest of the processes is data parallel

@@ -167,3 +167,4 @@ for run in pretrain full bitfit; do
 done | tee -a "$out/comparison.txt"
 printf '\nDone in %d s after %d s of set-up. Logs, checkpoints and this table are in %s\n' \
     "$((SECONDS - installed))" "$installed" "$out"
+[ "${VIRTUAL_ENV:-}" != "$root/.venv" ] || echo "For commands of your own, such as those of README.md: . $root/.venv/bin/activate"

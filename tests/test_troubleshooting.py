@@ -9,8 +9,8 @@ from launching import ROOT
 
 PAGE = ROOT / "docs" / "troubleshooting.md"
 GAP = "\0"
-#: of argparse, and said by this program in its place
-OF_LIBRARIES = ("unrecognized arguments: ",)
+#: of argparse and Python, and said by this program in its place
+OF_LIBRARIES = ("unrecognized arguments: ", "No module named ")
 
 
 def _literal(node: ast.AST) -> str:
