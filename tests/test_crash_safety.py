@@ -239,10 +239,10 @@ def lose(tag: Path) -> str:
     return f"{path} is missing"
 
 
-def forget(tag: Path) -> str:
-    facts = manifest.read(tag)
-    manifest.write(tag, dataclasses.replace(facts, files=facts.files[1:]))
-    return f"{tag / facts.files[0].name} is not in manifest.json"
+def rename(tag: Path) -> str:
+    path = tag / "layer_01-model_00-model_states.pt"
+    path.rename(tag / "layer_001-model_00-model_states.pt")
+    return f"{path} is missing, manifest.json lists it"
 
 
 def scramble(tag: Path) -> str:
@@ -273,7 +273,7 @@ def hide(tag: Path) -> str:
     return "has no file 'latest'"
 
 
-@pytest.mark.parametrize("damage", [truncate, lose, forget, scramble, misname, empty, hide, rot])
+@pytest.mark.parametrize("damage", [truncate, lose, rename, scramble, misname, empty, hide, rot])
 def test_a_resume_goes_on_from_the_newest_whole_tag_and_says_why(damage, unbroken, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(unbroken[0], folder, copy_function=shutil.copy)
@@ -290,7 +290,7 @@ def test_a_resume_goes_on_from_the_newest_whole_tag_and_says_why(damage, unbroke
     if damage is lose:  # the optimizer's files, which a start from weights alone does not read
         for load_only in (CheckpointConfig(load=str(folder)), CheckpointConfig(load=str(folder), save=str(folder), load_optim=False)):
             assert (plan_load(load_only).tag, plan_load(load_only).warning) == ("global_step6", None)
-    if damage in (truncate, forget, scramble):  # a base must be what it is said to be
+    if damage in (truncate, rename, scramble):  # a base must be what it is said to be
         with pytest.raises(RunError, match=re.escape(what)):
             plan_load(CheckpointConfig(load=str(folder)))
 
@@ -309,7 +309,7 @@ def test_four_damages_at_once_and_the_run_goes_on_untouched(jobs, unbroken, tmp_
     shutil.copytree(unbroken[0], folder)
     what = misname(folder / "global_step6")
     truncate(folder / "global_step6")
-    forget(folder / "global_step5")
+    rename(folder / "global_step5")
     rot(folder / "global_step4")
     before = everything(folder)
     codes, text = jobs.run(folder, "--verify-checkpoint", "--exit-interval", "4")

@@ -16,11 +16,14 @@ from small_runs import Case, write_base
 from test_hf_conversion import flags_of
 
 from megatron.checkpoint import files
-from megatron.checkpoint.delta import extract
+from megatron.checkpoint.delta import extract, is_delta_tag, open_stored
 from megatron.checkpoint.delta_file import NAME, read_delta
+from megatron.checkpoint.optimizer_shards import OptimizerShards
+from megatron.checkpoint.resume import _numbers
 from megatron.checkpoint.sources import open_source
 from megatron.config import CheckpointConfig
 from megatron.errors import RunError
+from megatron.model.numbering import canonical_name
 
 CASE = Case(tp=2, pp=2, bitfit=True, layers=2, optimizer="adam", lr=1e-2, dropout=0.1)
 ELEMENTS = 11 * 24 * 2 + 2 * 24
@@ -64,6 +67,31 @@ def test_a_resume_is_the_unbroken_run_bit_for_bit(runs, worker_group):
             worker_group(4).run(go_on, CASE, str(folder / "delta"), 2), wanted):
         assert losses == losses_wanted
         assert tensors and all(torch.equal(tensors[name], value) for name, value in tensors_wanted.items())
+
+
+def test_files_that_the_manifest_does_not_list_are_no_part_of_it(runs, tmp_path):
+    """Layer files in a tag of biases, a delta and shares of other degrees: what is read is what was saved."""
+    tags = {}
+    for way in ("delta", "whole"):
+        shutil.copytree(runs[0] / way / "global_step2", tags.setdefault(way, tmp_path / way / "global_step2"))
+    wanted, shards = whole_of(tags["delta"]), OptimizerShards(tags["delta"], 2, 2)
+    stray = ["layer_03-model_00-model_states.pt", "mp_rank_07_model_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt"]
+    for way, names in (("delta", stray), ("whole", [NAME])):
+        for name in names:
+            (tags[way] / name).write_bytes(b"left of another run")
+        assert is_delta_tag(tags[way]) is (way == "delta")
+        source = open_source(tags[way])
+        assert source.notes == (f"{tags[way]}: {', '.join(names)} ignored: not in manifest.json, which lists all files of this checkpoint",)
+        found = whole_of(tags[way])
+        assert found.keys() == wanted.keys() and all(torch.equal(value, wanted[name]) for name, value in found.items())
+        assert OptimizerShards(tags[way], 2, 2).names == shards.names
+    assert _numbers(tags["delta"], False) == {}
+    assert extract(tags["delta"]).facts == read_delta(tags["delta"] / NAME).facts
+
+
+def whole_of(folder) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, by canonical name."""
+    return {canonical_name(index, name, 2): tensors[name] for index, _, tags, tensors in open_stored(folder).layers() for name in tags}
 
 
 def test_slices_in_16_bits_on_an_fp32_base(tmp_path, worker_group):

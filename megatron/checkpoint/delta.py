@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint import files
+from megatron.checkpoint import files, manifest
 from megatron.checkpoint.delta_file import (
     NAME,
     Delta,
@@ -51,7 +52,8 @@ class DeltaSource(WeightSource):
         self._targets, self._folder = targets(delta), folder
         self.replaced: dict[str, torch.Tensor] = {}
         """the base's values of what has been set so far, by canonical name"""
-        self.averaged, self.notes = base.averaged, base.notes
+        self.averaged = base.averaged
+        self.notes = (*base.notes, *(manifest.notes(folder) if folder else ()))
 
     def layer(self, index: int, tags: Mapping[str, ParamTag]) -> dict[str, torch.Tensor]:
         tensors, facts = self.base.layer(index, tags), self.delta.facts
@@ -81,7 +83,7 @@ class DeltaSource(WeightSource):
 
 def is_delta_tag(folder: Path) -> bool:
     """Whether ``folder`` was saved with --save-delta-only."""
-    return (folder / NAME).is_file()
+    return (folder / NAME).is_file() and folder / NAME in manifest.files_of(folder)
 
 
 def open_delta_tag(folder: Path, config: CheckpointConfig | None) -> DeltaSource:
@@ -159,6 +161,8 @@ def open_stored(path: str | Path, flag: str = "--base") -> Stored:
     """The checkpoint in ``path``, of any layout that can be read; ``flag`` gave it."""
     folder = checkpoint_folder(path, flag)
     source = open_source(folder)
+    for note in source.notes:
+        print(f"warning: {note}", file=sys.stderr)
     embedding, block = source.layer(EMBEDDING_INDEX, {}), source.layer(FIRST_BLOCK, {})
     try:
         first, second = block["mlp.dense_h_to_4h.weight"], block["mlp.dense_4h_to_h.weight"]

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import torch
 
-from megatron.checkpoint import files
+from megatron.checkpoint import files, manifest
 from megatron.checkpoint.delta import DeltaSource, Stored, checkpoint_folder, is_delta_tag, open_stored
 from megatron.checkpoint.delta_file import Delta, read_delta, targets, write_delta
 from megatron.checkpoint.hugging_face import PREFIX, HuggingFaceFolder
 from megatron.checkpoint.hugging_face_export import CARRIED
 from megatron.checkpoint.hugging_face_files import INDEX
-from megatron.checkpoint.layouts import NUMBERS, LayerFolder, current_name
+from megatron.checkpoint.layouts import LayerFolder, current_name
 from megatron.errors import RunError
 from megatron.model.hf_names import to_hugging_face
 from megatron.model.numbering import canonical_name
@@ -30,6 +30,7 @@ from megatron.mpu.tags import ParamTag, shard
 
 UNDO = "bitfit_undo.safetensors"
 """in a folder that ``apply`` wrote: the base's own values of what it replaced, as a delta"""
+_STATE = re.compile(r"mp_rank_.*_model_states\.pt")
 #: weights in any format; those that are not read are not copied either
 _WEIGHTS = re.compile(r"(pytorch_model|model|tf_model|flax_model)\b.*\.(bin|safetensors|h5|msgpack)(\.index\.json)?")
 
@@ -106,10 +107,11 @@ def _changes(changed: Stored, source: DeltaSource) -> Iterator[tuple[int, list[_
 def _copy_tag(changed: Stored, source: DeltaSource, layers: LayerFolder, part: Path) -> None:
     tag = part / changed.folder.name
     tag.mkdir()
-    for state in changed.folder.glob("mp_rank_*_model_states.pt"):
-        shutil.copyfile(state, tag / state.name)
+    for state in manifest.files_of(changed.folder):
+        if _STATE.fullmatch(state.name):
+            shutil.copyfile(state, tag / state.name)
     for index, changes in _changes(changed, source):
-        paths = files.layer_files(changed.folder, NUMBERS[layers.layout].of(index, layers.num_layers))
+        paths = [layers.path(index, rank) for rank in range(layers.degree)]
         for rank, path in enumerate(paths):
             content = files.read(path)
             keys = {current_name(key): key for key in content}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -129,30 +128,9 @@ def latest_tag(folder: str | Path) -> str | None:
         return None
 
 
-def layer_files(folder: Path, index: int) -> list[Path]:
-    """The shares of pipeline layer ``index`` in TP order; [] where there are none."""
-    pattern = re.compile(rf"layer_0*{index}-model_(\d+)-model_states\.pt")
-    found = [(int(match[1]), path) for path in folder.iterdir()
-             if (match := pattern.fullmatch(path.name))]
-    return [path for _, path in sorted(found)]
-
-
 def layer_file(folder: Path, index: int, rank: int) -> Path:
     """The share of pipeline layer ``index`` that TP rank ``rank`` wrote."""
     return folder / f"layer_{index:02d}-model_{rank:02d}-model_states.pt"
-
-
-def tensor_parallel_degree(folder: Path) -> int:
-    """TP degree of a checkpoint: how many ranks wrote layer files into ``folder``.
-
-    Raises RunError when there is none, or when a rank in between wrote nothing.
-    """
-    pattern = re.compile(r"layer_\d+-model_(\d+)-model_states\.pt")
-    ranks = {int(match[1]) for path in folder.iterdir() if (match := pattern.fullmatch(path.name))}
-    if ranks != set(range(len(ranks))) or not ranks:
-        raise RunError(f"{folder} holds layer files of TP ranks {sorted(ranks) or 'none'}, "
-                       "which is no complete checkpoint")
-    return len(ranks)
 
 
 def mp_rank_file(folder: Path, mp_rank: int) -> Path:

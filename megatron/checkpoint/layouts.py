@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.checkpoint import files
+from megatron.checkpoint import files, manifest
 from megatron.checkpoint.progress import stored_architecture, stored_arguments
 from megatron.checkpoint.sources import WeightSource, merge_shares
 from megatron.errors import RunError
@@ -105,7 +105,8 @@ class LayerFolder(ShareSource):
     """A tag folder with ``layer_II-model_TT-model_states.pt`` files.
 
     Which trainer numbered them, how many blocks there are and the TP degree are read off the
-    names. Files of further layers or TP ranks than the state file tells are left out, with a note.
+    names. Files that its manifest does not list are left out, with a note; where it has none, those of further
+    layers or TP ranks than the state file tells.
     Optimizer files are not looked at. Raises RunError for an incomplete set, naming what is missing.
     """
 
@@ -120,10 +121,11 @@ class LayerFolder(ShareSource):
         told_degree = told.get("tensor_parallel", highest)
         self.degree = known = told_degree if missing or told_degree > highest else highest
         _refuse(folder, [(number, rank) for number in sorted(wanted) for rank in range(known) if rank not in found[number]])
+        self.notes = manifest.notes(folder)
         if strays := [path.name for number in sorted(found) for rank, path in sorted(found[number].items())
                       if number not in wanted or rank >= known]:
-            self.notes = (f"{folder}: {', '.join(strays[:3])}{f' and {len(strays) - 3} more' if strays[3:] else ''} ignored: the "
-                          f"state file tells of {self.num_layers} blocks at TP {known}, to which it does not belong",)
+            self.notes = (*self.notes, f"{folder}: {manifest.named(strays)} ignored: the state file tells of {self.num_layers} "
+                                       f"blocks at TP {known}, to which it does not belong")
         self._paths = {number: [found[number][rank] for rank in range(known)] for number in wanted}
 
     def share(self, index: int, rank: int) -> dict[str, torch.Tensor]:
@@ -158,10 +160,26 @@ def current_name(name: str) -> str:
     return f"self_{name}" if name.startswith("attention.") else name
 
 
+def tensor_parallel_degree(folder: Path) -> int:
+    """TP degree of a checkpoint: how many ranks wrote layer files into ``folder``.
+
+    Raises RunError when there is none, or when a rank in between wrote nothing.
+    """
+    ranks = {rank for shares in _layer_files(folder).values() for rank in shares}
+    if ranks != set(range(len(ranks))):
+        raise RunError(f"{folder} holds layer files of TP ranks {sorted(ranks)}, which is no complete checkpoint")
+    return len(ranks)
+
+
+def has_layer_files(folder: Path) -> bool:
+    """Whether any file of the tag in ``folder`` is a layer file; a delta has none."""
+    return any(_LAYER_FILE.fullmatch(path.name) for path in manifest.files_of(folder))
+
+
 def _layer_files(folder: Path) -> dict[int, dict[int, Path]]:
     """File number -> TP rank -> path."""
     found: dict[int, dict[int, Path]] = {}
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+    for path in manifest.files_of(folder):
         if match := _LAYER_FILE.fullmatch(path.name):
             shares = found.setdefault(int(match[1]), {})
             if (other := shares.setdefault(int(match[2]), path)) != path:

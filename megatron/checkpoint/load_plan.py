@@ -154,7 +154,7 @@ def _unused(config: CheckpointConfig, own: _Found) -> str:
     elif _same(str(Path(config.load).parent), own.folder) and _is_tag(Path(config.load)):
         raise RunError(f"--load {config.load} is a tag of this run, which would go on from {own.tag}; to go back to it, "
                        f"write {Path(config.load).name} into {Path(own.folder) / files.LATEST}, or --save elsewhere")
-    elif (own.path / _DELTA).exists():
+    elif own.path / _DELTA in manifest.files_of(own.path):
         base = f"; the weights that do not train come from its base, --load {config.load}"
     else:
         base = f"; --load {config.load} was its base and is not read again"
@@ -351,13 +351,21 @@ def contents(folder: Path) -> str:
     """Identity of the files in and below ``folder`` without reading them all, as a sentence with 64 bits of SHA-256.
 
     Names, lengths, the manifest, and the end of each state file of rank 0: it is a zip file, which
-    ends with checksums of all it holds, iteration and random states among them. Raises OSError.
+    ends with checksums of all it holds, iteration and random states among them. Where a manifest says
+    what the tag consists of, other files do not count. Raises OSError.
     """
     def fail(error: OSError):  # os.walk would pass over a folder that is not there
         raise error
 
-    lengths = sorted((os.path.relpath(os.path.join(where, name), folder), os.path.getsize(os.path.join(where, name)))
-                     for where, _, names in os.walk(folder, onerror=fail) for name in names)
+    try:
+        listed = manifest.read(folder) is not None
+    except RunError:  # of another program: a Hugging Face folder may hold a file of that name
+        listed = False
+    if listed:
+        paths = [*manifest.files_of(folder), folder / manifest.NAME]
+    else:
+        paths = [Path(where, name) for where, _, names in os.walk(folder, onerror=fail) for name in names]
+    lengths = sorted((str(path.relative_to(folder)), path.stat().st_size) for path in paths)
     digest = hashlib.sha256(repr(lengths).encode())
     for path in (folder / manifest.NAME, files.mp_rank_file(folder, 0)):
         if path.exists():

@@ -2,8 +2,9 @@
 
 ``SAVE/TAG/manifest.json`` is the last file written into a tag: name, length and CRC-32 of
 every other file, computed while they were written. A tag whose files differ from it is
-damaged. CRC-32 (ISO 3309, ``zlib``) finds what disks and killed jobs do to a file; it is
-no protection against somebody who changes files on purpose.
+damaged. A file that it does not list is no part of the tag, whatever its name, and is never
+read (`files_of`). CRC-32 (ISO 3309, ``zlib``) finds what disks and killed jobs do to a file; it
+is no protection against somebody who changes files on purpose.
 
 Tags without a manifest, of older versions and of other programs, are used as they are.
 """
@@ -14,7 +15,7 @@ import functools
 import json
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -25,7 +26,7 @@ NAME = "manifest.json"
 FORMAT = 1
 #: a tag of ours; with a dot (`files.aside`) it was being replaced or removed when its job was killed
 _TAG = re.compile(r"global_step(\d+)|(\.)global_step(\d+)\.old")
-#: files that are read as part of a tag, of which those of the optimizer end in _OPTIMIZER
+#: names of files that are read as part of a tag, of which those of the optimizer end in _OPTIMIZER
 _PART = re.compile(r"(layer_\d+-model_\d+-model_states|mp_rank_\d+_model_states|(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_optim_states)"
                    r"\.pt|delta\.safetensors")
 _OPTIMIZER = "_optim_states.pt"
@@ -97,13 +98,43 @@ def crc32_of(path: Path) -> str:
     return f"{value:08x}"
 
 
+def files_of(folder: Path) -> list[Path]:
+    """The files of the tag in ``folder`` that are there, by name: those its manifest lists, without one all.
+
+    Whoever looks for files of a tag looks here, so that shares of other degrees, left or copied into the
+    folder, are not taken for parts of it. Raises RunError for a manifest that cannot be understood.
+    """
+    manifest = read(folder)
+    listed = None if manifest is None else {entry.name for entry in manifest.files}
+    there = sorted(folder.iterdir()) if folder.is_dir() else []
+    return [path for path in there if listed is None or path.name in listed]
+
+
+def unlisted(folder: Path) -> list[str]:
+    """Names of files in ``folder`` that look like parts of the tag, but are not in its manifest; [] without one."""
+    known = {path.name for path in files_of(folder)}
+    return [path.name for path in sorted(folder.iterdir() if folder.is_dir() else ())
+            if path.name not in known and _PART.fullmatch(path.name)]
+
+
+def notes(folder: Path) -> tuple[str, ...]:
+    """What the user should hear of files in ``folder`` that are left out: one sentence, or none."""
+    names = unlisted(folder)
+    return (f"{folder}: {named(names)} ignored: not in {NAME}, which lists all files of this checkpoint",) if names else ()
+
+
+def named(names: Sequence[str]) -> str:
+    """The first three names, and how many more there are."""
+    return f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if names[3:] else ''}"
+
+
 def damage(folder: Path, verify: bool = False, *, share: tuple[int, int] = (0, 1), optimizer: bool = True) -> str | None:
     """What is wrong with the tag in ``folder``, naming the file; None where all is well.
 
     Lengths are always compared, checksums with ``verify``, of every n-th file from the i-th
     on for a ``share`` (i, n), so that ranks can divide the reading. Without ``optimizer`` files of
-    optimizer state do not matter: they may be gone, as where only weights were published. A tag
-    without a manifest passes if the folder exists.
+    optimizer state do not matter: they may be gone, as where only weights were published. Files that
+    are not listed do not matter either. A tag without a manifest passes if the folder exists.
     """
     if not folder.is_dir():
         return f"there is no folder {folder.name}"
@@ -120,11 +151,6 @@ def damage(folder: Path, verify: bool = False, *, share: tuple[int, int] = (0, 1
             return f"{folder / entry.name} is missing, {NAME} lists it"
         if found[entry.name] != entry.bytes:
             return f"{folder / entry.name} has {found[entry.name]:,} bytes, {NAME} says {entry.bytes:,}"
-    listed = {entry.name for entry in manifest.files}
-    for name in sorted(found):
-        # a share of other degrees would be read as part of the model; files of users would not
-        if name not in listed and _PART.fullmatch(name) and (optimizer or not name.endswith(_OPTIMIZER)):
-            return f"{folder / name} is not in {NAME}"
     by_size = sorted(wanted, key=lambda entry: (-entry.bytes, entry.name))
     for entry in by_size[share[0]::share[1]] if verify else ():
         try:

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from megatron.bitfit import trainable
-from megatron.checkpoint import unpickling
+from megatron.checkpoint import manifest, unpickling
 from megatron.checkpoint.sources import merge_shares
 from megatron.checkpoint.weights import cut
 from megatron.errors import RunError
@@ -162,7 +162,7 @@ class OptimizerShards:
 
 def _paths(folder: Path, mp_ranks: int) -> list[list[Path]]:
     """Files by model-parallel rank and DP rank; RunError where one is missing."""
-    found = {(int(match[2]), int(match[1])): path for path in sorted(folder.iterdir())
+    found = {(int(match[2]), int(match[1])): path for path in manifest.files_of(folder)
              if (match := _FILE.fullmatch(path.name))}
     if not found:
         raise RunError(f"{folder} holds no optimizer state (no ...zero_pp_rank_0_mp_rank_00_optim_states.pt); "

@@ -79,7 +79,7 @@ def saved_degrees(stored: dict, folder: Path) -> tuple[int, int, int]:
     Raises RunError when neither it nor the names of the layer files tell.
     """
     dims, arguments = stored.get("checkpoint_parallel_dimensions") or {}, stored_arguments(stored)
-    tp = dims.get("tp_degree") or arguments.get("tensor_model_parallel_size") or files.tensor_parallel_degree(folder)
+    tp = dims.get("tp_degree") or arguments.get("tensor_model_parallel_size") or layouts.tensor_parallel_degree(folder)
     pp = dims.get("pp_degree") or arguments.get("pipeline_model_parallel_size") or stored.get("mp_world_size", tp) // tp
     return tp, pp, stored.get("dp_world_size", 1)
 
@@ -144,7 +144,7 @@ def _open_shards(plan: LoadPlan, stored: dict, settings: Settings) -> OptimizerS
 
 def _numbers(folder: Path, trust: bool) -> dict[str, int]:
     """Numbers in names of parameters -> ours, where the layer files of ``folder`` carry another trainer's."""
-    if not any(folder.glob("layer_*-model_*-model_states.pt")):
+    if not layouts.has_layer_files(folder):
         return {}  # a bias delta of ours
     source = layouts.LayerFolder(folder, trust=trust)
     numbers = layouts.NUMBERS[source.layout]

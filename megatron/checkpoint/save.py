@@ -163,6 +163,8 @@ class Saver:
             wrong = manifest.damage(part)
         if wrong is not None:
             raise RunError(f"{wrong}; --save must be on a file system that all ranks share")
+        if others := manifest.unlisted(part):  # a later start would leave it out
+            raise RunError(f"{part / others[0]} is there, but none of this job's ranks wrote it; only one job may save there")
         files.replace_folder(part, self.folder / pending.tag)
         self._known = sequence
         files.write_text(self.folder / files.LATEST, pending.tag)
