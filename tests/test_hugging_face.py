@@ -1,6 +1,7 @@
 """Logits over stages and TP ranks are those of Hugging Face's models with the same weights."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -72,3 +73,28 @@ def test_logits_equal_hugging_face(name, grid, tmp_path, worker_group):
         theirs = model(tokens).logits
     assert len(shares) == case.tp
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("stored, here, said", [
+    ("fp32", torch.bfloat16, "word_embeddings.weight: float32 to bfloat16"), ("fp16", torch.bfloat16, "float16 to bfloat16"),
+    ("bf16", torch.float16, "bfloat16 to float16"), ("bf16", torch.float32, None), ("bf16", torch.bfloat16, None)])
+def test_rounded_weights_are_said_once(stored, here, said, tmp_path, capsys):
+    """A base of another type: what is frozen differs from it after all, by the rounding."""
+    from hf_jobs import case_of, random_model
+
+    from megatron.checkpoint.hugging_face import HuggingFaceFolder
+    from megatron.checkpoint.weights import load_weights
+    from megatron.model.pipe import GPTModel
+    from megatron.mpu.context import ParallelContext
+    from megatron.mpu.random import seed_everything
+
+    their = random_model("bloom", dtype=stored)
+    their.save_pretrained(tmp_path / "base")
+    context = ParallelContext()
+    model = GPTModel(settings_of(case_of("bloom")).model, context, seed_everything(1, context)).to(here)
+    stages = [dict(model.layers).get(str(index)) for index in range(1 + max(map(int, model.layers)))]
+    load_weights(SimpleNamespace(forward_funcs=stages, _local_start=0), HuggingFaceFolder(tmp_path / "base"), context)
+    out = capsys.readouterr().out
+    assert out.count("are rounded") == (said is not None) and (said or "") in out
+    assert out.count("\n") == out.count("are rounded")
+    assert all(torch.equal(param.to(here).to(param.dtype), param) for param in their.parameters()) == (said is None)

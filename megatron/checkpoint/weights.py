@@ -15,15 +15,19 @@ def load_weights(model, source: WeightSource, context: ParallelContext) -> None:
     """Fill every parameter of this rank's layers from ``source``; nothing may be missing.
 
     ``model`` is a PipelineModule. Values are cast to the parameter's dtype. Raises RunError
-    naming file and tensor when one is missing, unknown or of another shape. Not collective:
-    follow with ``synchronize_tied``.
+    naming file and tensor when one is missing, unknown or of another shape. Says on rank 0 when
+    values there do not fit the dtype here. Not collective: follow with ``synchronize_tied``.
     """
+    rounded: list[str] = []
     for local, layer in enumerate(model.forward_funcs):
         if isinstance(layer, torch.nn.Module) and list(layer.parameters()):
-            fill_layer(layer, local + model._local_start, source, context)
+            rounded += fill_layer(layer, local + model._local_start, source, context)
     if context.tp_rank == context.dp_rank == 0:
         for line in averaged_lines(source.averaged):
             print(line, flush=True)
+    if rounded and context.rank == 0:  # what the first stage holds stands for the whole model
+        print(f"  weights in {source.where} are rounded to the type of this run ({rounded[0]}); what is saved or exported differs "
+              "from them by as much, in frozen weights too", flush=True)
 
 
 def synchronize_tied(model) -> None:
@@ -32,8 +36,11 @@ def synchronize_tied(model) -> None:
 
 
 @torch.no_grad()
-def fill_layer(layer: torch.nn.Module, index: int, source: WeightSource, context: ParallelContext) -> None:
-    """Fill one layer with pipeline layer ``index`` of ``source``; see ``load_weights``."""
+def fill_layer(layer: torch.nn.Module, index: int, source: WeightSource, context: ParallelContext) -> list[str]:
+    """Fill one layer with pipeline layer ``index`` of ``source``; see ``load_weights``.
+
+    Returns what was rounded: name and the two dtypes of each parameter that cannot hold what is stored.
+    """
     params = {name: param for name, param in layer.named_parameters() if not is_slice(param)}
     tensors = source.layer(index, {name: tag_of(param) for name, param in params.items()})
     where = source.described(index)
@@ -42,13 +49,22 @@ def fill_layer(layer: torch.nn.Module, index: int, source: WeightSource, context
     if unknown := sorted(tensors.keys() - params.keys() - {name for name, _ in layer.named_buffers()}):
         raise RunError(f"{where} holds {', '.join(unknown)}, which this model does not have; "
                        "check the architecture flags")
+    rounded = []
     for name, param in params.items():
         tag, whole = tag_of(param), tensors[name]
         if tag.tied:
             if whole.shape[0] < (needed := getattr(getattr(layer, "config", None), "vocab_size", 0)):
                 raise RunError(f"{name} in {where} has {whole.shape[0]:,} rows, the tokenizer {needed:,} token ids")
-        param.copy_(cut(whole, param, context, f"{name} in {where}"))
+        mine = cut(whole, param, context, f"{name} in {where}")
+        param.copy_(mine)
+        if mine.dtype != param.dtype and not torch.equal(param.to(device=mine.device, dtype=mine.dtype), mine):
+            rounded.append(f"{name}: {_short(mine)} to {_short(param)}")
     separate_again(layer)
+    return rounded
+
+
+def _short(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def cut(whole: torch.Tensor, param: torch.Tensor, context: ParallelContext, what: str) -> torch.Tensor:
