@@ -1,4 +1,4 @@
-"""Start of a run: torch.distributed, the process grid, random streams, quiet libraries."""
+"""Start of a run: torch.distributed, the process grid, quiet libraries; and problems that all ranks share."""
 
 from __future__ import annotations
 

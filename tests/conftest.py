@@ -30,3 +30,13 @@ def worker_group():
     yield of_size
     for group in groups.values():
         group.close()
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """Folder of a checkpoint with the weights of ``small_runs.Case()``."""
+    from small_runs import Case, write_base
+
+    folder = str(tmp_path_factory.mktemp("base") / "checkpoint")
+    write_base(folder, Case())
+    return folder

@@ -2,18 +2,11 @@
 
 import pytest
 from audit_jobs import audit_run, unequal_start
-from small_runs import Case, write_base
+from small_runs import Case
 
 from megatron.phases import PHASES
 
 SCALAR = 64  # bytes: a loss, an overflow flag, a norm
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("base") / "checkpoint")
-    write_base(folder, Case())
-    return folder
 
 
 @pytest.mark.parametrize("dtype, stage", [("fp32", 1), ("bf16", 1), ("bf16", 0), ("fp16", 1)])

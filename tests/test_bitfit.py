@@ -3,7 +3,7 @@
 import pytest
 import torch
 from bitfit_jobs import cost_run
-from small_runs import SEQ, VOCAB, Case, write_base
+from small_runs import SEQ, VOCAB, Case
 
 from megatron.bitfit import freeze, is_bias, parameter_report, term_of, trainable
 from megatron.config import ModelConfig
@@ -11,13 +11,6 @@ from megatron.errors import RunError
 from megatron.model.pipe import GPTModel
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.random import seed_everything
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("base") / "checkpoint")
-    write_base(folder, Case())
-    return folder
 
 
 def small_model(**changes) -> GPTModel:
