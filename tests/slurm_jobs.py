@@ -25,7 +25,7 @@ from megatron.arguments import parse_arguments
 
 EXAMPLES = ROOT / "examples"
 FAKES = ROOT / "tests" / "fake_slurm"
-#: variables that a session of a user would not have
+#: variables that the shell of a user would not have
 OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE",
         "HF_DATASETS_OFFLINE", "PYTHONPATH")
 #: a launch of a tiny model, whatever the script's own is: three iterations of 8 rows
@@ -82,7 +82,7 @@ def _free(port: int) -> bool:
 def free_job() -> int:
     """A job number whose first two ports nobody listens on."""
     while True:
-        job = random.SystemRandom().randrange(1, 2500)  # other sessions draw too
+        job = random.SystemRandom().randrange(1, 2500)  # other runs of the tests draw too
         if all(_free(10000 + job * 8 + step) for step in range(2)):
             return job
 

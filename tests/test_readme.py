@@ -1,5 +1,6 @@
 """README, docs and CONTRIBUTING say what the program does."""
 
+import ast
 import re
 import sys
 from fnmatch import fnmatch
@@ -13,6 +14,12 @@ sys.path.insert(0, str(ROOT / "tools"))
 import flag_table
 
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("CONTRIBUTING.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")])
+#: what each part may import from the others
+BELOW = {"mpu": {"config", "errors"}, "model": {"config", "mpu"}, "tokenizer": {"config", "errors"},
+         "data": {"config", "errors", "mpu", "tokenizer"}, "optimizer": {"config", "errors"},
+         "planning": {"argument_table", "arguments", "arguments_check", "config", "errors", "flops", "tokenizer"}}
+#: who may know the engine and the loop
+ABOVE = {"engine": {"training", "run_report"}, "training": {"launch"}, "launch": set()}
 OURS = re.compile(r"`((?:tools|examples|tests|docs|benchmarks|megatron)/[\w./-]+\.\w+)")
 
 
@@ -64,3 +71,25 @@ def test_the_module_map_names_every_module_and_no_other():
     assert sorted({name for name in there if sum(fnmatch(name, each) for each in named) < there.count(name)}) == []
     tools = {path.name for path in (ROOT / "tools").glob("*.py")}
     assert [each for each in named if each not in tools and not any(fnmatch(name, each) for name in there)] == []
+
+
+def parts_imported(path) -> set[str]:
+    """First names behind ``megatron.`` of what a file imports, wherever in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module == "megatron":
+            names |= {f"megatron.{each.name}" for each in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module or "")
+        elif isinstance(node, ast.Import):
+            names |= {each.name for each in node.names}
+    return {name.split(".")[1] for name in names if name.startswith("megatron.")}
+
+
+def test_nothing_below_knows_what_is_above_it():
+    """The first sentence of docs/architecture.md."""
+    for path in (ROOT / "megatron").rglob("*.py"):
+        part = path.relative_to(ROOT / "megatron").with_suffix("").parts[0]
+        known = parts_imported(path) - {part}
+        assert known <= BELOW.get(part, known), f"{path}: {known - BELOW.get(part, known)}"
+        assert [above for above in ABOVE if above in known and part not in ABOVE[above]] == [], path
