@@ -40,7 +40,6 @@ class Case:
     dtype: str = "fp32"
     steps: int = 5
     micro: int = 2
-    gas: int = 2
     optimizer: str = "sgd"
     lr: float = 0.5
     clip: float = 1.0
