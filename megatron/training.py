@@ -115,6 +115,8 @@ def pretrain(settings: Settings, task: Task, *, peers: Peers | None = None, sign
     settings = start.settings
     plan = load_plan.shared_plan(settings.checkpoint, context, eval_only=settings.train.eval_only)
     start.say(plan.reason)
+    if settings.optimizer.bitfit and plan.folder is None:
+        start.say("warning: --bitfit trains the biases alone, and all weights stay random; --load names the base they belong to")
     if plan.warning:
         start.say(f"warning: {plan.warning}")
     stored = resume.check_stored(plan, settings, context) if plan.folder else {}

@@ -220,7 +220,8 @@ def test_a_hugging_face_folder_is_a_base(tmp_path):
 @pytest.mark.parametrize("flags", [dict(finetune=True), dict(reset_progress=True)], ids=["finetune", "reset-progress"])
 def test_flags_that_act_at_every_start_are_pointed_out(flags, tmp_path):
     root, other = str(tag_in(tmp_path / "run")), str(tmp_path / "other")
-    assert "each start with these flags counts from 0 again" in plan_load(CheckpointConfig(load=root, save=root, **flags)).reason
+    told = plan_load(CheckpointConfig(load=root, save=root, **flags)).reason
+    assert "each start with these flags counts from 0 again" in told and "replaces checkpoints" in told and "--save" in told
     assert "each start" not in plan_load(CheckpointConfig(load=root, save=root)).reason
     assert "each start" not in plan_load(CheckpointConfig(load=root, save=other, **flags)).reason
 

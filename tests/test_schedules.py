@@ -364,3 +364,9 @@ def test_a_bitfit_run_with_the_rate_of_full_fine_tuning_is_told_so(lr, bitfit, t
     notice = low_rate_notice(OptimizerConfig(lr=lr, bitfit=bitfit))
     assert (notice is not None) is told
     assert not told or f"--lr {lr:g}" in notice and "1e-3" in notice
+
+
+def test_a_bitfit_start_without_base_and_with_a_low_rate_says_both(tmp_path):
+    said = run_alone([*small_model_flags(tmp_path), "--bitfit", "--lr", "2e-5", "--train-iters", "1"])
+    assert "\n--lr 2e-05 is a rate of full fine-tuning" in said
+    assert "\nwarning: --bitfit trains the biases alone, and all weights stay random; --load names the base" in said

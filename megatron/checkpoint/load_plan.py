@@ -126,7 +126,8 @@ def plan_load(config: CheckpointConfig, *, eval_only: bool = False, damaged: Map
                                         ("random states", rng)) if not kept]
     without = f" without {', '.join(left_out)}" if left_out else ""
     if not progress:
-        without += "; each start with these flags counts from 0 again: take them out before the next one"
+        without += ("; each start with these flags counts from 0 again and replaces checkpoints of the same iterations in "
+                    "this folder: take them out before the next one, or give a new folder as --save to keep what is here")
     return dataclasses.replace(plan, resume=resume, progress=progress, rng=rng,
                                reason=f"resuming from {found.name}{without}")
 
