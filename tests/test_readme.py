@@ -93,3 +93,8 @@ def test_nothing_below_knows_what_is_above_it():
         known = parts_imported(path) - {part}
         assert known <= BELOW.get(part, known), f"{path}: {known - BELOW.get(part, known)}"
         assert [above for above in ABOVE if above in known and part not in ABOVE[above]] == [], path
+
+
+def test_the_readme_leads_to_every_page():
+    pages = [str(page.relative_to(ROOT)) for page in (*ROOT.glob("CONTRIBUTING.md"), *(ROOT / "docs").glob("*.md"))]
+    assert [page for page in pages if page not in read("README.md")] == []
