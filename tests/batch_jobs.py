@@ -131,22 +131,10 @@ def loss_scales(case: Case, base: str, folder: str, steps: int, stop: int) -> tu
 
 def refused_in_fp16(flags: list[str]) -> str:
     """The sentence that ends a whole run of these flags in fp16, which this machine is made to compute in."""
-    import torch.distributed as dist
     from deepspeed.accelerator import get_accelerator
 
-    import pretrain_gpt
-    from megatron import training
-    from megatron.arguments import parse_arguments
-    from megatron.errors import SharedRunError
-
     get_accelerator().is_fp16_supported = lambda: True
-    task = training.Task(datasets=pretrain_gpt.datasets, batch=pretrain_gpt.batch)
-    with mock.patch.object(training, "shutdown", dist.barrier):
-        try:
-            training.pretrain(parse_arguments([*flags, "--fp16"]), task)
-        except SharedRunError as error:
-            return str(error)
-    return ""
+    return resume_jobs.end_of_run([*flags, "--fp16"])
 
 
 # --- activations ------------------------------------------------------------------------------

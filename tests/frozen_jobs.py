@@ -5,17 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+from unittest import mock
 
 import torch
-import torch.distributed as dist
-from resume_jobs import resumed
-from small_runs import Case, build_run, local_tensors, settings_of, split_rows, train_steps
+from resume_jobs import end_of_run, resumed
+from small_runs import Case, build_run, local_tensors, split_rows, train_steps
 
 from megatron import bitfit
 from megatron.checkpoint import save
-from megatron.checkpoint.load_plan import LoadPlan
 from megatron.checkpoint.progress import Progress
-from megatron.errors import SharedRunError
 
 
 def kept(engine) -> dict[str, tuple[torch.Tensor, bool]]:
@@ -135,18 +133,10 @@ def few_biases(case: Case) -> dict:
             "trained": [name for name, (_, trains) in before.items() if trains]}
 
 
-def no_bias_at_all(case: Case) -> str:
-    """What every rank says to a model without any bias, before there is an optimizer."""
-    from megatron.engine import build_model
-    from megatron.mpu.context import build_context
-    from megatron.mpu.random import seed_everything
+def no_bias_at_all(flags: list[str]) -> tuple[str, bool]:
+    """What a whole run of these flags says to a model without any bias, and whether it built an optimizer before."""
+    from megatron import training
 
-    settings = settings_of(case, dist.get_rank())
-    context = build_context(case.tp, case.pp, case.world, dist.get_rank())
-    with models_without_biases(norms_too=True):
-        model = build_model(settings, context, seed_everything(case.seed, context), LoadPlan(None, None))
-    try:
-        bitfit.parameter_report(model, context)
-    except SharedRunError as error:
-        return str(error)
-    return "no refusal"
+    with models_without_biases(norms_too=True), mock.patch.object(training, "build_engine") as built:
+        said = end_of_run(flags)
+    return said, built.called

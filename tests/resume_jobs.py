@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from unittest import mock
 
 from bitfit_jobs import tensors_in
 from small_runs import Case, build_run, local_tensors, settings_of, train_steps
@@ -105,6 +106,29 @@ def refusal(case: Case, folder: str, frozen: str | None = None) -> str | None:
     except RunError as error:
         return str(error)
     return None
+
+
+def end_of_run(flags: list[str]) -> str:
+    """The sentence with which a whole run of these flags ends on this rank of a group; "" when it comes to its end."""
+    import torch.distributed as dist
+
+    import pretrain_gpt
+    from megatron import training
+    from megatron.arguments import parse_arguments
+    from megatron.errors import SharedRunError
+
+    task = training.Task(datasets=pretrain_gpt.datasets, batch=pretrain_gpt.batch)
+    with mock.patch.object(training, "shutdown", dist.barrier):  # the group lives on
+        try:
+            training.pretrain(parse_arguments(flags), task)
+        except SharedRunError as error:
+            return str(error)
+    return ""
+
+
+def ends_of_runs(*lines: list[str]) -> list[str]:
+    """``end_of_run`` of one after the other."""
+    return [end_of_run(flags) for flags in lines]
 
 
 def plan_of(case: Case) -> str:

@@ -142,8 +142,8 @@ def test_a_signal_during_a_step_or_an_evaluation_saves_that_iteration_everywhere
 def test_a_signal_during_the_start_ends_it_before_anything_is_trained(jobs, tmp_path):
     """goodfire-ai/spd#741: a signal before the first step is not forgotten."""
     codes, lines, _ = jobs.run(*PIPELINE, "--exit-signal-handler", save=tmp_path / "run",
-                               days={1: {"at": "meeting", "signals": ["SIGUSR1"]}})
-    assert codes == [REQUEUE, REQUEUE] and stopped(lines) == [("0", "SIGUSR1")], "\n".join(lines)[-3000:]
+                               days={1: {"at": "meeting", "signals": ["SIGTERM"]}})
+    assert codes == [REQUEUE, REQUEUE] and stopped(lines) == [("0", "SIGTERM")], "\n".join(lines)[-3000:]
     assert not training_lines("\n".join(lines)) and not list((tmp_path / "run").iterdir())
 
 

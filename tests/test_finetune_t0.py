@@ -265,7 +265,10 @@ OLD_FLAGS = ["--finetune", "--no-load-optim", "--reset-progress"]
 @pytest.mark.parametrize("normalization, old", [("micro-batch", []), ("global-tokens", OLD_FLAGS)],
                          ids=["micro-batch", "global-tokens with old flags"])
 def test_evaluations_and_a_stop_within_an_epoch_change_nothing(normalization, old, job, worker_group, tmp_path):
-    """One run in one go without evaluation; one evaluated on two sets, stopped, and started again by the same line."""
+    """One run in one go without evaluation; one evaluated on two sets, stopped, and started again by the same line.
+
+    NVIDIA-NeMo/Megatron-Bridge#4565: what the loop itself reads behind a stop within an epoch.
+    """
     _, flags = job
     pairs = draw_pairs(24, seed=1)
     data, other = write_pairs(tmp_path / "data", pairs), write_pairs(tmp_path / "other", draw_pairs(12, seed=2))

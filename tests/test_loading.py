@@ -94,7 +94,10 @@ def test_a_start_holds_what_the_table_says(row, started):
     ("--load SEVERAL --save NEW", ["global_step1, global_step2", "SEVERAL/latest", "--load", "SEVERAL/global_step2"]),
 ])
 def test_an_error_says_what_was_found_and_what_to_do(row, words, started):
-    """NVIDIA-NeMo/Megatron-Bridge#1649: a wrong path, and training went on from random weights; above all BitFit must not."""
+    """NVIDIA-NeMo/Megatron-Bridge#1649: a wrong path, and training went on from random weights; above all BitFit must not.
+
+    bigscience-workshop/Megatron-DeepSpeed#343 with #350: without ``latest`` one of several tags must be named.
+    """
     said = started[1][row]
     assert all(word in said for word in words), said
     assert said.count("\n") == 0
@@ -107,6 +110,7 @@ def test_an_error_says_what_was_found_and_what_to_do(row, words, started):
     ("--load BASE --save RUN", []),
 ])
 def test_what_is_odd_about_a_checkpoint_is_said(row, words, started):
+    """bigscience-workshop/Megatron-DeepSpeed#343 with #350, deepspeedai#352: no ``latest``, and a tag that is named."""
     said = started[1][row]["warning"]
     assert all(word in said for word in words) if words else said is None, said
 

@@ -29,14 +29,17 @@ def flags(tmp_path):
 
 
 def test_a_batch_ramp_follows_its_formula_and_goes_on_after_a_stop(flags, tmp_path):
-    """deepspeedai/DeepSpeedExamples#418, deepspeedai/DeepSpeed#2798: 4 to 16 by 4, stopped on the way up."""
+    """deepspeedai/DeepSpeedExamples#418, deepspeedai/DeepSpeed#2798: 4 to 16 by 4, stopped on the way up.
+
+    verl-project/verl#7953: the stop comes after the warm-up, which must not begin again.
+    """
     ramp = [*without(flags, "--lr-decay-style", "--global-batch-size"), "--global-batch-size", "16", "--train-samples", "96",
             "--rampup-batch-size", "4", "4", "36",
             "--lr-warmup-samples", "20", "--eval-iters", "0", "--save-interval", "100"]
     whole = training_lines(run_alone([*ramp, "--save", str(tmp_path / "whole")]))
     parts = [*ramp, "--load", str(tmp_path / "parts"), "--save", str(tmp_path / "parts")]
     halves = training_lines(run_alone([*parts, "--exit-interval", "5", "--allow-fresh-start"]))
-    assert halves[-1]["iteration"] == 5 and halves[-1]["global_batch_size"] < 16
+    assert halves[-1]["iteration"] == 5 and halves[-1]["global_batch_size"] < 16 and halves[-1]["consumed_samples"] > 20
     halves += training_lines(run_alone(parts))
     consumed = 0
     for line in whole:

@@ -105,6 +105,7 @@ def test_a_job_waits_for_a_rank_that_sleeps_as_long_as_the_flag_says(tmp_path):
 
 
 def test_a_missing_rank_is_named_on_all_others(tmp_path):
+    """EleutherAI/gpt-neox#849"""
     port = free_port()
     codes, text, seconds = meet(exported(4, port, only=(0, 1, 3)), tmp_path, "--minutes", "0.1")
     assert codes == [1, 1, 1] and 6 <= seconds < SOON, (codes, seconds)

@@ -197,7 +197,7 @@ def test_truncation_cuts_the_front_of_the_inputs_only(tmp_path, caplog):
 
 def test_overlong_pairs_are_an_error_when_asked(tmp_path, caplog):
     prefix = write(tmp_path / "p", counted(OVERLONG))
-    with pytest.raises(ValueError, match="4 of 6 pairs.*17 tokens of a row, up to 23.*--mtf-overlong error"):
+    with pytest.raises(ValueError, match="4 of 6 pairs.*17 tokens of a row, up to 23.*--mtf-overlong error"):  # alibaba/Pai-Megatron-Patch#636
         packed(prefix, overlong="error")
     packed(prefix, [0, 5], overlong="error")
     with pytest.raises(ValueError, match="--mtf-overlong 'cut' is not one of drop, truncate-inputs, error"):

@@ -12,16 +12,16 @@ from test_preprocess import EOD, byte_vocab, read, start_job_with, write_tokeniz
 MEGABYTE = 1 << 20
 
 
-@pytest.mark.slow
-def test_a_document_of_50_megabytes(tmp_path):
+@pytest.mark.parametrize("megabytes, allowed", [(3, 600), pytest.param(50, 2000, marks=pytest.mark.slow)])
+def test_one_large_document(megabytes, allowed, tmp_path):
     """microsoft/superbenchmark#800 and others: a pool that dies, or takes all memory, over one large document.
 
-    One token per byte is the worst case. The library alone would take 250 bytes for each.
+    One token per byte is the worst case. The library alone would take 250 bytes for each: 830 MB for three, here 400.
     """
     draw = random.Random(1)
     words = ["".join(draw.choices("abcdefghij", k=draw.randrange(2, 9))) for _ in range(5000)]
-    text = " ".join(draw.choices(words, k=50 * MEGABYTE // 6))
-    assert len(text) > 48 * MEGABYTE
+    text = " ".join(draw.choices(words, k=megabytes * MEGABYTE // 6))
+    assert len(text) > 0.96 * megabytes * MEGABYTE
     process = start_job_with(tmp_path, """
         import atexit, resource
         def note(who):
@@ -38,7 +38,7 @@ def test_a_document_of_50_megabytes(tmp_path):
     assert code == 8 and documents == [[list(each.encode())] for each in ("before", text, "behind")]
     for who in ("parent", "worker"):
         peak = int((tmp_path / f"in.jsonl.{who}").read_text()) // 1024
-        assert peak < 2000, f"{who}: {peak} MB"
+        assert peak < allowed, f"{who}: {peak} MB"
 
 
 def test_words_that_never_come_again_are_not_kept(tmp_path):

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from resume_jobs import first_half, plan_of, rates_after_resume, refusals, second_half, straight
+from resume_jobs import ends_of_runs, first_half, plan_of, rates_after_resume, refusals, second_half, straight
 from small_runs import Case, write_base
+from tiny_data import small_model_flags
 from worker_group import JobFailed
 
 from megatron.checkpoint import files
@@ -107,6 +108,18 @@ def test_optimizer_state_of_another_trainable_set_is_refused(trained, base, tmp_
             assert said and f"holds optimizer state of {kinds[saved.bitfit]}" in said and "--finetune --no-load-optim" in said
             assert f"this run is {kinds[change.get('bitfit', saved.bitfit)]}" in said
             assert change.get("frozen", "trained there alone") in said or "trains here alone" in said
+
+
+def test_a_whole_run_refuses_what_another_trainable_set_left(tmp_path, worker_group):
+    """unslothai/unsloth#3108, by the loop itself: the same line with ``--bitfit`` put in, or taken out, and no other flag."""
+    flags = [*small_model_flags(tmp_path), "--num-layers", "1", "--eval-iters", "0", "--train-iters", "2", "--save-interval", "1"]
+    lines = [[*flags, "--save", str(tmp_path / kind), "--load", str(tmp_path / kind), "--allow-fresh-start", *more, *last]
+             for kind, first, then in (("full", [], ["--bitfit"]), ("biases", ["--bitfit"], []))
+             for more, last in ((first, ["--exit-interval", "1"]), (then, []), (first, []))]
+    (begun, other, same, *biases), = worker_group(1).run(ends_of_runs, *lines)
+    assert begun == same == biases[0] == biases[2] == ""
+    assert "holds optimizer state of full training, but this run is --bitfit" in other and "--finetune --no-load-optim" in other
+    assert "holds optimizer state of --bitfit" in biases[1] and "but this run is full training" in biases[1]
 
 
 def test_bf16_asked_for_without_zero_is_resumed_bit_for_bit(base, tmp_path, worker_group):
