@@ -129,6 +129,7 @@ def test_without_local_rank_each_rank_uses_the_device_of_its_own(tmp_path):
     (["--data-path", "/no/such/prefix"], ["/no/such/prefix"]),
 ])
 def test_a_fault_ends_all_ranks_with_one_sentence(flag, words, tmp_path):
+    """NVIDIA-NeMo/Megatron-Bridge#1649 and the like: a path that leads nowhere."""
     flags = [*small_model_flags(tmp_path), *GRID, "--train-iters", "2", *flag]
     if flag[0] == "--data-path":
         at = flags.index("--data-path")
