@@ -26,8 +26,8 @@ def load_weights(model, source: WeightSource, context: ParallelContext) -> None:
         for line in averaged_lines(source.averaged):
             print(line, flush=True)
     if rounded and context.rank == 0:  # what the first stage holds stands for the whole model
-        print(f"  weights in {source.where} are rounded to the type of this run ({rounded[0]}); what is saved or exported differs "
-              "from them by as much, in frozen weights too", flush=True)
+        print(f"  weights in {source.where} are rounded to the type of this run ({rounded[0]}); whole checkpoints and their "
+              "exports hold them so, a bias delta leaves its base as it is", flush=True)
 
 
 def synchronize_tied(model) -> None:
