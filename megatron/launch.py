@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import traceback
 from typing import TYPE_CHECKING, NoReturn
 
 from megatron.config import Settings
 from megatron.errors import RunError, SecondHandError, SharedRunError
-from megatron.peers import Peers, say_last
+from megatron.peers import Peers, end, say_last
 from megatron.signals import Signals
 
 if TYPE_CHECKING:
@@ -36,9 +38,12 @@ def run_task(settings: Settings, task: Task) -> int:
         peers.close()
         return code
     except SharedRunError as error:
-        say_last(f"error: {error}", aloud=rank == 0)
-        peers.close()
-        os._exit(1)
+        try:
+            _interrupt_no_more()
+            say_last(f"error: {error}", aloud=rank == 0)
+            peers.close()
+        finally:
+            os._exit(1)
     except RunError as error:
         _fail(peers, _line(error), second_hand=isinstance(error, SecondHandError))
     except KeyboardInterrupt:
@@ -48,16 +53,28 @@ def run_task(settings: Settings, task: Task) -> int:
 
 
 def _fail(peers: Peers, line: str, callstack: str | None = None, exit_code: int = 1, second_hand: bool = False) -> NoReturn:
-    failure = peers.first(line, exit_code, second_hand=second_hand)
-    if failure.rank != peers.rank:
-        peers.leave(failure)
-    say_last(f"error on rank {peers.rank}: {line}", callstack)
-    os._exit(exit_code)
+    try:
+        _interrupt_no_more()
+        failure = peers.first(line, exit_code, second_hand=second_hand)
+        if failure.rank != peers.rank:
+            peers.leave(failure)
+        end(f"error on rank {peers.rank}: {line}", exit_code, callstack)
+    finally:
+        os._exit(exit_code)
+
+
+def _interrupt_no_more() -> None:
+    """Who presses Ctrl-C twice must not interrupt the way out."""
+    with contextlib.suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _line(error: BaseException) -> str:
     """``error`` in one line; one of a data loader's process holds the traceback there, and itself at the end."""
-    lines = str(error).strip().splitlines() or [""]
+    try:
+        lines = str(error).strip().splitlines() or [""]
+    except Exception:  # of an exception class that is wrong itself
+        lines = ["(its message cannot be shown)"]
     if "in DataLoader worker process" in lines[0]:
         return lines[-1].removeprefix(f"{RunError.__module__}.RunError: ")
     return lines[0] if isinstance(error, RunError) else f"{type(error).__name__}: {lines[0]}".removesuffix(": ")

@@ -96,9 +96,11 @@ class Peers:
 
     def leave(self, failure: Failure) -> NoReturn:
         """End this process because of another rank's failure, once that one has had time to speak."""
-        time.sleep(SETTLE)
-        with self._last_words:
-            say_last(f"rank {self.rank} ends too: {failure.line}")
+        try:
+            time.sleep(SETTLE)
+            with self._last_words:
+                end(f"rank {self.rank} ends too: {failure.line}", failure.exit_code)
+        finally:
             os._exit(failure.exit_code)
 
     def quit(self, line: str, exit_code: int) -> NoReturn:
@@ -188,10 +190,13 @@ class _Bell(threading.Thread):
         while True:
             for key, _ in self._selector.select(self._due and max(0.0, self._due - time.monotonic())):
                 if key.fileobj is self._listener:
-                    with contextlib.suppress(OSError):
+                    try:
                         connection = _watched(self._listener.accept()[0])
-                        self._members[connection] = _Member()
-                        self._selector.register(connection, selectors.EVENT_READ)
+                    except OSError:  # gone already; or no descriptor is free, which may take a while
+                        time.sleep(0.05)
+                        continue
+                    self._members[connection] = _Member()
+                    self._selector.register(connection, selectors.EVENT_READ)
                 elif isinstance(key.fileobj, socket.socket):
                     self._hear(key.fileobj)
             if self._due and time.monotonic() >= self._due:
@@ -208,7 +213,7 @@ class _Bell(threading.Thread):
         try:
             for line in lines:
                 self._take(connection, member, json.loads(line))
-        except (ValueError, TypeError, LookupError):  # a stranger
+        except (ValueError, TypeError, LookupError, RecursionError):  # a stranger
             part = b""
         if not part or len(member.text) > 1 << 16:
             self._drop(connection)
@@ -259,15 +264,28 @@ class _Bell(threading.Thread):
         connection.close()
 
 
+def end(line: str, exit_code: int, callstack: str | None = None) -> NoReturn:
+    """`say_last`, and end this process; after PATIENCE anyway, if a pipe that nobody reads takes no last words."""
+    try:
+        watch = threading.Timer(PATIENCE, os._exit, [exit_code])
+        watch.daemon = True
+        watch.start()
+        say_last(line, callstack)
+    finally:
+        os._exit(exit_code)
+
+
 def say_last(line: str, callstack: str | None = None, *, aloud: bool = True) -> None:
     """Print why this process ends (if ``aloud``), and have torchrun's table of failures show it.
 
     torchrun names a JSON file in TORCHELASTIC_ERROR_FILE: {"message": {"message", "extraInfo":
     {"py_callstack", "timestamp" in s}}}. Of several ranks it calls the earliest the root cause.
     """
-    with contextlib.suppress(OSError):  # nobody reads it, or the disk is full: no reason to stay
+    # nobody reads it, the disk is full, or it was closed before the start: no reason to stay, or not to try the other
+    with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stdout.flush()
-        if aloud:
+    if aloud and sys.stderr:
+        with contextlib.suppress(OSError, ValueError):
             print(f"{line}\n{callstack}" if callstack else line, file=sys.stderr, flush=True)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:

@@ -36,11 +36,11 @@ class Signals:
         threading.Thread(target=self._listen, args=(reader,), name="signals", daemon=True).start()
         _active.append(self)
 
-    def close(self) -> None:
-        """Let signals do again what they did before."""
+    def close(self, *, ignore: bool = False) -> None:
+        """Let signals do again what they did before; or nothing (``ignore``), where this process is about to end for one."""
         _active.remove(self)
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if ignore else handler)
         signal.set_wakeup_fd(self._fd_before)
         os.close(self._writer)
 

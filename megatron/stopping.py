@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -43,8 +43,8 @@ class Stopping:
         self._signals = signals
         self.skipped_in_a_row = 0
 
-    def before_training(self, device: torch.device) -> Stop | None:
-        """Collective: whether a signal came during the start, which then was for nothing."""
+    def signalled(self, device: torch.device) -> Stop | None:
+        """Collective: whether a signal came, during the start, which then was for nothing, or the last save."""
         number = self._votes(device)[0] if self._signals else 0
         return _signalled(number) if number else None
 
@@ -69,7 +69,7 @@ class Stopping:
         limit, switch = config.exit_duration_in_mins, config.kill_switch_path
         mine = [self._signals.first if self._signals else 0,
                 int(limit is not None and (time.monotonic() - self._started) / 60 > limit),
-                int(switch is not None and Path(switch).exists())]
+                int(switch is not None and os.path.exists(switch))]  # False if a disk is sick
         if self._context.world_size == 1:
             return mine
         votes = torch.tensor(mine, dtype=torch.int32, device=device)
@@ -90,10 +90,13 @@ class Stopping:
         """Whether a save must wait for an update that succeeds: this may be the beginning of such an end."""
         return self._config.max_skipped_iterations is not None and self.skipped_in_a_row > 0
 
-    def close(self) -> None:
-        """The run has saved: from here on signals have their usual effect."""
+    def close(self, stop: Stop | None) -> None:
+        """The run has saved: from here on signals have their usual effect, or none if one of them was why it stopped.
+
+        Whoever hands signals on may do so when this rank has heard of it from another one and saved.
+        """
         if self._signals:
-            self._signals.close()
+            self._signals.close(ignore=stop is not None and stop.exit_code == REQUEUE)
             self._signals = None
 
 

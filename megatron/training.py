@@ -292,7 +292,7 @@ def train(run: Run, saver: save.Saver, rows: Iterator | None, valid: dict[str, I
     """Iterate until the run's length, or until something asks it to stop, which is returned."""
     settings, progress = run.settings, run.progress
     line, gradients, owed = _Line(run), GradientWatch(run.engine, run.context), False
-    stop = run.stopping.before_training(run.engine.device)
+    stop = run.stopping.signalled(run.engine.device)
     while not stop and progress.iteration < run.train_iters:
         size = run.batch_sizes.size(progress.consumed_train_samples)
         if any(first <= progress.iteration + 1 <= last for first, last in settings.train.skip_train_iteration_range):
@@ -322,7 +322,9 @@ def train(run: Run, saver: save.Saver, rows: Iterator | None, valid: dict[str, I
     if settings.checkpoint.save and run.last_saved != progress.iteration and progress.iteration:
         _save(run, saver)
     saver.finish()
-    run.stopping.close()
+    if not stop and (stop := run.stopping.signalled(run.engine.device)):
+        run.say(f"exiting program at iteration {progress.iteration}: {stop.reason}")
+    run.stopping.close(stop)
     return stop
 
 

@@ -34,7 +34,7 @@ from megatron.data.gpt_dataset import GPTDataset
 from megatron.errors import RunError
 from megatron.model.block import ParallelTransformerLayerPipe
 
-PLACES = ("arguments", "meeting", "data", "model", "forward", "backward", "update", "evaluation", "save", "loader")
+PLACES = ("arguments", "meeting", "data", "model", "forward", "backward", "update", "evaluation", "save", "loader", "end")
 
 
 class Place:
@@ -96,6 +96,7 @@ def arm(day: dict) -> None:
     place.before(pretrain_gpt, "datasets", "data")
     place.before(training, "build_model", "model")
     place.before(TagWriter, "save", "save")
+    place.before(training, "shutdown", "end")
     place.before(GPTDataset, "__getitem__", "loader")
 
     def watched(run, rows, samples):
