@@ -91,7 +91,7 @@ def runs(*lines: list[str]) -> list[dict]:
     """Job: the real loop with the task of finetune_t0, once for each list of flags.
 
     Of each run: its log, the training lines in it (on the last rank), the pairs this rank read
-    for training, in order, and its share of all tensors at the end.
+    for training, in order, the samples it counted, and its share of all tensors at the end.
     """
     return [_run(flags) for flags in lines]
 
@@ -104,7 +104,7 @@ def _run(flags: list[str]) -> dict:
     from megatron import training
     from megatron.arguments import parse_arguments
 
-    read, built = [], []
+    read, built, trained = [], [], []
 
     def datasets(settings, wanted):
         made = finetune_t0.datasets(settings, wanted)
@@ -115,15 +115,19 @@ def _run(flags: list[str]) -> dict:
         built.append((engine, context))
         return engine, schedule
 
-    real_build, log = training.build_engine, io.StringIO()
+    def train(run, *rest):
+        trained.append(run.progress)
+        return real_train(run, *rest)
+
+    real_build, real_train, log = training.build_engine, training.train, io.StringIO()
     settings = parse_arguments(flags, entry="finetune_t0")
     # the group lives on, so its ranks do not leave the world at the end of the run
     with (contextlib.redirect_stdout(log), mock.patch.object(training, "shutdown", dist.barrier),
-          mock.patch.object(training, "build_engine", build_engine)):
+          mock.patch.object(training, "build_engine", build_engine), mock.patch.object(training, "train", train)):
         training.pretrain(settings, training.Task(datasets=datasets, batch=finetune_t0.batch))
     sys.stdout.write(log.getvalue())
-    (engine, context), = built
-    return {"log": log.getvalue(), "lines": training_lines(log.getvalue()), "read": read,
+    ((engine, context),), (progress,) = built, trained
+    return {"log": log.getvalue(), "lines": training_lines(log.getvalue()), "read": read, "consumed": progress.consumed_train_samples,
             "tensors": local_tensors(engine), "place": (context.pp_rank, context.dp_rank, context.tp_rank)}
 
 

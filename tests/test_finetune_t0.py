@@ -188,6 +188,7 @@ def dealt(flags, normalization, **degrees):
 def check(per_rank, expected):
     """Logged losses, and of every tensor the way it went, which is the sum of its gradients times the rate."""
     lines = next(run["lines"] for run in reversed(per_rank) if run["lines"])
+    assert {run["consumed"] for run in per_rank} == {lines[-1]["consumed_samples"]}, "all ranks have counted alike"
     assert [line["loss"] for line in lines] == pytest.approx(expected["losses"], rel=1e-5)
     tensors = merge(per_rank)
     assert tensors.keys() == expected["tensors"].keys()
@@ -223,6 +224,8 @@ def test_a_short_and_a_long_target_weigh_as_documented_in_every_deal(job, tmp_pa
 
     They still do under the rule of that name, the default for old scripts, with PP and without; under the other
     rules micro-batches of 1 and 2, PP=2 and DP=2 have one gradient.
+
+    NVIDIA-NeMo/Megatron-Bridge#4565: replicas and stages count the same samples.
     """
     folder, flags = job
     flags = [*flags, "--data-path", write_pairs(tmp_path / "pairs", SHORT_AND_LONG), "--split", "1,0,0", "--global-batch-size",
