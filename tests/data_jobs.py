@@ -49,7 +49,8 @@ def open_one_after_another(case: Case, prefixes: list[str]) -> list[dict]:
 
 
 def _open(case: Case, prefix: str, pause: float = 0.0, meet: str | None = None, together: int = 0) -> dict:
-    """What ``training._datasets`` gives this rank: all rows of training, what it printed, how often indexes were built.
+    """What ``training._datasets`` gives this rank: all rows of training, what it printed, how often indexes were built,
+    and index files that were in place (``half``) while it was writing them.
 
     ``pause`` seconds pass while each file of an index is written. With ``meet`` it begins when
     ``together`` processes have put a file into that folder. ``error`` is the sentence it ends with, or None.
@@ -73,6 +74,7 @@ def _open(case: Case, prefix: str, pause: float = 0.0, meet: str | None = None, 
         file.write(b"half of it")
         file.flush()
         time.sleep(pause)
+        half.extend(path.name for path in Path(prefix).parent.glob("*.npy") if path.read_bytes() == b"half of it")
         file.seek(0)
         save(file, array, **options)
 
@@ -85,7 +87,7 @@ def _open(case: Case, prefix: str, pause: float = 0.0, meet: str | None = None, 
         end = time.monotonic() + 60
         while len(os.listdir(meet)) < together and time.monotonic() < end:
             time.sleep(0.01)
-    error, rows = None, []
+    error, rows, half = None, [], []
     with (mock.patch.object(caching.np, "save", slow_save), mock.patch.object(gpt_dataset, "_build_arrays", counted),
           permissions_apply()):
         try:
@@ -94,4 +96,4 @@ def _open(case: Case, prefix: str, pause: float = 0.0, meet: str | None = None, 
                 rows = [datasets.train[k]["text"].tolist() for k in range(len(datasets.train))]
         except SharedRunError as fault:
             error = str(fault)
-    return {"error": error, "rows": rows, "said": said.getvalue(), "built": len(built), "reads": context.reads_data}
+    return {"error": error, "rows": rows, "said": said.getvalue(), "built": len(built), "reads": context.reads_data, "half": half}

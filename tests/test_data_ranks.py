@@ -28,6 +28,7 @@ def write(prefix, seed=0, documents=40):
 def hashes(results):
     """The index hash that rank 0 printed for all; no rank may have failed or read other rows."""
     assert [result["error"] for result in results] == [None] * len(results)
+    assert [result["half"] for result in results] == [[]] * len(results), "a file has its name only when it is whole"
     readers = [result["rows"] for result in results if result["reads"]]
     assert len(readers[0]) > 40 and all(rows == readers[0] for rows in readers)
     return INDEX.findall(results[0]["said"])
