@@ -30,16 +30,20 @@ def _environment(**more: str) -> dict[str, str]:
     return {**given, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
 
 
+def rank_environments(ranks: int, more: dict[int, dict[str, str]] | None = None) -> list[dict[str, str]]:
+    """What a launcher on this machine sets for each rank, with ``more`` by rank."""
+    world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    return [_environment(RANK=str(rank), LOCAL_RANK=str(rank), **world, **(more or {}).get(rank, {})) for rank in range(ranks)]
+
+
 def launch(flags: list[str], *, ranks: int = 4, timeout: float = 240, script: str = "pretrain_gpt.py",
            expect: int = 0) -> str:
     """Run a script on ``ranks`` warm processes with a launcher's environment; returns all they printed.
 
     Fails with that text when the exit code of any rank is not ``expect`` (0, or 1 for "not 0").
     """
-    world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    environments = [_environment(RANK=str(rank), LOCAL_RANK=str(rank), **world) for rank in range(ranks)]
     with tempfile.TemporaryDirectory(prefix="launch-") as folder:
-        codes, text = run_ranks(ROOT / script, flags, environments, Path(folder), timeout)
+        codes, text = run_ranks(ROOT / script, flags, rank_environments(ranks), Path(folder), timeout)
     assert [min(abs(code), 1) for code in codes] == [expect] * ranks, f"exit codes {codes}\n{text[-6000:]}"
     return text
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from forked import _run_script, warm_context
-from launching import ROOT, _environment, free_port, training_lines
+from launching import ROOT, _environment, rank_environments, training_lines
 from tiny_data import small_model_flags
 
 from megatron.checkpoint.manifest import usable_tag
@@ -41,11 +41,8 @@ class Jobs:
         """
         self._number += 1
         log = self.scratch / f"job{self._number}.log"
-        world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         flags = [*self.flags, *(("--save", str(save)) if save else ()), *more]
-        environments = [_environment(RANK=str(rank), LOCAL_RANK=str(rank), **world,
-                                     **({"BAD_DAY": json.dumps(days[rank])} if rank in days else {}))
-                        for rank in range(ranks)]
+        environments = rank_environments(ranks, {rank: {"BAD_DAY": json.dumps(day)} for rank, day in days.items()})
         processes = [warm_context().Process(target=_run_script, args=(
             str(ROOT / "tests" / "bad_day_script.py"), flags, each, str(log))) for each in environments]
         for process in processes:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from command_lines import TINY, refusal
 from forked import run_ranks
-from launching import ROOT, _environment, free_port, training_lines
+from launching import ROOT, rank_environments, training_lines
 from small_runs import Case, settings_of
 from tiny_data import small_model_flags
 
@@ -44,9 +44,8 @@ class Jobs:
         self._number += 1
         logs = self.scratch / f"job{self._number}"
         (logs / "pids").mkdir(parents=True)
-        world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        environments = [_environment(RANK=str(rank), LOCAL_RANK=str(rank), CRASH=json.dumps(
-            {**(crashes or {}).get(rank, {}), "pids": str(logs / "pids")}), **world) for rank in range(ranks)]
+        environments = rank_environments(ranks, {rank: {"CRASH": json.dumps(
+            {**(crashes or {}).get(rank, {}), "pids": str(logs / "pids")})} for rank in range(ranks)})
         flags = [*self._flags, "--train-iters", str(iterations), "--save", str(folder), "--load", str(folder),
                  "--allow-fresh-start", "--pipeline-model-parallel-size", str(ranks), *more]
         return run_ranks(ROOT / "tests" / "crash_script.py", flags, environments, logs, timeout)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from frozen_jobs import few_biases, float_segments, no_bias_at_all, resume, steps_without_gradient, train_and_save
 from small_model import LENGTH, build, config
-from small_runs import Case, grid_run, merge, pipeline_name, write_base
+from small_runs import Case, grid_run, merge, pipeline_name
 from tiny_data import small_model_flags
 from worker_group import JobFailed
 
@@ -18,13 +18,6 @@ from megatron.checkpoint.optimizer_shards import OptimizerShards
 from megatron.checkpoint.sources import open_source
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("base") / "checkpoint")
-    write_base(folder, Case())
-    return folder
 
 
 def tensors_of(tag: Path) -> dict[str, torch.Tensor]:

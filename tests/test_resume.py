@@ -18,13 +18,6 @@ from megatron.errors import RunError
 GRID = dict(tp=2, pp=2, optimizer="adam", lr=1e-2, dropout=0.1, decay="linear", weight_decay=0.1)
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("base") / "checkpoint")
-    write_base(folder, Case())
-    return folder
-
-
 @pytest.mark.parametrize("bitfit", [False, True], ids=["full", "bitfit"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_three_and_three_steps_equal_six_bit_for_bit(dtype, bitfit, base, tmp_path, worker_group):

@@ -10,7 +10,7 @@ import torch
 from bitfit_jobs import tensors_in
 from command_lines import TINY, refusal
 from forked import run_ranks
-from launching import ROOT, _environment, free_port, training_lines
+from launching import ROOT, rank_environments, training_lines
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_data import small_model_flags
 
@@ -37,9 +37,7 @@ class Jobs:
         self._number += 1
         logs = self.scratch / f"job{self._number}"
         logs.mkdir()
-        world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        environments = [_environment(RANK=str(rank), LOCAL_RANK=str(rank), BAD_DAY=json.dumps(
-            (days or {}).get(rank, {})), **world) for rank in range(ranks)]
+        environments = rank_environments(ranks, {rank: {"BAD_DAY": json.dumps((days or {}).get(rank, {}))} for rank in range(ranks)})
         flags = [*self._flags, "--save", str(folder), "--load", str(folder), "--save-interval", str(interval), *more]
         return run_ranks(ROOT / "tests" / "stop_script.py", flags, environments, logs, 60)
 
