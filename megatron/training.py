@@ -221,6 +221,9 @@ def _set_length(run: Start) -> None:
     if run.train_iters != before:
         run.say(f"{progress.consumed_train_samples} samples were read in {progress.iteration} iterations, by batches of other "
                 f"sizes: the last iteration is {run.train_iters}")
+    if progress.iteration >= run.train_iters and not run.settings.train.eval_only:
+        run.say(f"nothing is left to train: the checkpoint is of iteration {progress.iteration}, the run ends at {run.train_iters}; "
+                "a larger --train-iters or --train-samples goes on")
 
 
 def samples_wanted(run: Start) -> tuple[int, int, int]:

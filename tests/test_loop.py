@@ -40,7 +40,10 @@ def test_a_batch_ramp_follows_its_formula_and_goes_on_after_a_stop(flags, tmp_pa
     parts = [*ramp, "--load", str(tmp_path / "parts"), "--save", str(tmp_path / "parts")]
     halves = training_lines(run_alone([*parts, "--exit-interval", "5", "--allow-fresh-start"]))
     assert halves[-1]["iteration"] == 5 and halves[-1]["global_batch_size"] < 16 and halves[-1]["consumed_samples"] > 20
-    halves += training_lines(run_alone(parts))
+    halves += training_lines(said := run_alone(parts))
+    assert "nothing is left to train" not in said
+    said = run_alone(parts)  # a job that is queued once too often
+    assert f"of iteration {halves[-1]['iteration']}, the run ends at {halves[-1]['iteration']};" in said and not training_lines(said)
     consumed = 0
     for line in whole:
         size = 16 if consumed > 36 else min(16, 4 + int(consumed / (36 / 3)) * 4)
