@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -17,10 +18,15 @@ ROOT = Path(__file__).parent.parent
 
 
 def free_port() -> int:
-    """A TCP port nobody listens on just now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A TCP port nobody listens on just now, and none that the system gives to connections by itself."""
+    for port in random.SystemRandom().sample(range(15000, 30000), 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise RuntimeError("a hundred ports in a row are taken")
 
 
 def _environment(**more: str) -> dict[str, str]:
