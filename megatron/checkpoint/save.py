@@ -193,8 +193,8 @@ class Saver:
 
     def _failure(self, tag: str, what: str) -> str:
         free = shutil.disk_usage(self.folder).free if self.folder.is_dir() else 0
-        return (f"--save {self.folder}: {tag} could not be written, {free / 2**20:,.0f} MiB are free there; "
-                f"the previous checkpoint is untouched ({what})")
+        return (f"--save {self.folder}: {tag} could not be written: {what} ({free / 2**20:,.0f} MiB are free there; "
+                "the previous checkpoint is untouched)")
 
 
 def save(engine: Any, settings: Settings, context: ParallelContext, progress: Progress, streams: RandomStreams) -> None:
