@@ -21,6 +21,7 @@ from megatron.config import ParallelConfig, Settings
 from megatron.errors import RunError, SharedRunError
 from megatron.meeting import meet
 from megatron.mpu.context import ParallelContext, build_context
+from megatron.peers import Peers
 
 
 def meeting_point(parallel: ParallelConfig, environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
@@ -75,8 +76,8 @@ def quiet(active: bool = True):
         raise
 
 
-def initialize_distributed(parallel: ParallelConfig) -> ParallelContext:
-    """Join the world and build the grid; every rank of the job must call it once.
+def initialize_distributed(parallel: ParallelConfig, peers: Peers | None = None) -> ParallelContext:
+    """Join the world and build the grid; every rank of the job must call it once. ``peers`` join as soon as all have met.
 
     Uses the accelerator DeepSpeed finds. Where that is the CPU the back end is gloo
     whatever ``--distributed-backend`` says, so that one launch line serves both. Raises
@@ -104,12 +105,12 @@ def initialize_distributed(parallel: ParallelConfig) -> ParallelContext:
         identity = _device_identity(accelerator, local_rank)
     if not dist.is_initialized():
         backend = "gloo" if on_cpu else parallel.distributed_backend
-        _make_group(parallel, local_rank, backend, identity if backend == "nccl" else None)
+        _make_group(parallel, local_rank, backend, identity if backend == "nccl" else None, peers)
     return build_context(parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size,
                          parallel.world_size, parallel.rank)
 
 
-def _make_group(parallel: ParallelConfig, local_rank: int, backend: str, identity: str | None) -> None:
+def _make_group(parallel: ParallelConfig, local_rank: int, backend: str, identity: str | None, peers: Peers | None) -> None:
     """Have all ranks meet, then DeepSpeed and torch make the group of the world."""
     import deepspeed
 
@@ -118,6 +119,8 @@ def _make_group(parallel: ParallelConfig, local_rank: int, backend: str, identit
     if parallel.launcher and parallel.world_size > 1 and parallel.rank == 0:
         print(f"launched by {parallel.launcher}: {parallel.world_size} ranks meet at {addr}:{port}", flush=True)
     store = meet(parallel, addr, port, identity)
+    if peers:
+        peers.join(parallel.world_size, store, addr)
     # DeepSpeed reads all five, and the device from LOCAL_RANK; if one is missing it looks for mpi4py
     os.environ.update(RANK=str(parallel.rank), WORLD_SIZE=str(parallel.world_size), LOCAL_RANK=str(local_rank),
                       MASTER_ADDR=addr, MASTER_PORT=str(port or store.port))

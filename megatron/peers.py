@@ -17,7 +17,9 @@ import sys
 import threading
 import time
 from dataclasses import asdict, dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
+
+from megatron.errors import RunError
 
 #: seconds in which rank 0 looks for what came before the failure it was told of, and the first one has the word alone
 SETTLE = 0.5
@@ -58,21 +60,24 @@ class Peers:
         self._last_words = threading.Lock()
         self._where_rank_0 = ""
 
-    def join(self, world_size: int) -> None:
-        """Collective, with torch.distributed: from now on the end of one rank is that of all."""
+    def join(self, world_size: int, store: Any, addr: str) -> None:
+        """Collective: from now on the end of one rank is that of all. ``store``: where they met; ``addr``: of rank 0.
+
+        Comes before torch's groups, whose making waits for a rank that is gone. Raises RunError when rank 0 is.
+        """
         if world_size == 1:
             return
-        import torch.distributed as dist
-
         where = f"{socket.gethostname()}, process {os.getpid()}"
-        box = [(0, "", where)]
-        if self.rank == 0:
-            bell = _Bell()
-            bell.start()
-            box = [(bell.port, bell.token, where)]
-        dist.broadcast_object_list(box, src=0)
-        port, token, self._where_rank_0 = box[0]
-        host = "127.0.0.1" if self.rank == 0 else os.environ["MASTER_ADDR"]
+        key = f"megatron/peers/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        try:
+            if self.rank == 0:
+                bell = _Bell()
+                bell.start()
+                store.set(key, json.dumps([bell.port, bell.token, where]))
+            port, token, self._where_rank_0 = json.loads(store.get(key))
+        except RuntimeError as error:  # torch's, of a store
+            raise RunError("rank 0 ended when all ranks had just met; its log says why") from error
+        host = "127.0.0.1" if self.rank == 0 else addr
         try:
             connection = self._socket = _watched(socket.create_connection((host, port), timeout=CONNECT))
         except OSError as error:

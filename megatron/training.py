@@ -106,9 +106,7 @@ def pretrain(settings: Settings, task: Task, *, peers: Peers | None = None, sign
     ``peers`` end together from the moment the ranks have met; ``signals`` may ask to stop.
     """
     set_log_level(settings)
-    context = initialize_distributed(settings.parallel)
-    if peers:
-        peers.join(context.world_size)
+    context = initialize_distributed(settings.parallel, peers)
     check_precision(settings.model.params_dtype)
     start = _prepare(settings, context, signals)
     tokenizer = _with_vocabulary(start)

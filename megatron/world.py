@@ -116,8 +116,8 @@ def _text(environ: Mapping[str, str], name: str) -> str | None:
 
 def _whole(environ: Mapping[str, str], name: str) -> int | None:
     text = _text(environ, name)
-    if text is not None and not (text.isascii() and text.isdecimal()):
-        raise _fault(f"environment variable {name}={text!r} is not a whole number")
+    if text is not None and not (text.isascii() and text.isdecimal() and len(text) < 19):
+        raise _fault(f"environment variable {name}={text[:40]!r} is not a whole number")
     return None if text is None else int(text)
 
 

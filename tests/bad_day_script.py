@@ -24,6 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import deepspeed
 from stop_script import happen
 from torch.utils.data import get_worker_info
 
@@ -34,7 +35,8 @@ from megatron.data.gpt_dataset import GPTDataset
 from megatron.errors import RunError
 from megatron.model.block import ParallelTransformerLayerPipe
 
-PLACES = ("arguments", "meeting", "data", "model", "forward", "backward", "update", "evaluation", "save", "loader", "end")
+PLACES = ("arguments", "meeting", "data", "model", "forward", "backward", "update", "evaluation", "save", "loader", "end",
+          "group")
 
 
 class Place:
@@ -97,6 +99,7 @@ def arm(day: dict) -> None:
     place.before(training, "build_model", "model")
     place.before(TagWriter, "save", "save")
     place.before(training, "shutdown", "end")
+    place.before(deepspeed, "init_distributed", "group")
     place.before(GPTDataset, "__getitem__", "loader")
 
     def watched(run, rows, samples):

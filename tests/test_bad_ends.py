@@ -54,6 +54,18 @@ def test_more_than_one_interrupt_is_one(jobs, tmp_path):
     assert not any("Traceback" in line for line in lines)
 
 
+@pytest.mark.parametrize("how, rank", [("kill", 1), ("raise", 1), ("kill", 0)])
+def test_a_rank_that_ends_when_all_have_just_met_ends_the_others(how, rank, jobs, tmp_path):
+    """Making torch's groups would wait for it as long as --distributed-timeout-minutes says."""
+    codes, lines, seconds = jobs.run(*PIPELINE, days={rank: {"at": "group", "how": how}})
+    assert codes[1 - rank] == 1 and max(seconds) < SOON, (codes, lines[-5:])
+    if rank == 1:
+        said = "is gone without a word" if how == "kill" else "the first error was on rank 1: KeyError: 'a bad day at group'"
+        assert lines[-1].startswith("rank 0 ends too: ") and said in lines[-1]
+    else:  # the store is gone, too
+        assert re.match("(rank 1 ends too|error on rank 1): .*rank 0", lines[-1]), lines[-5:]
+
+
 #: what standard output, and for some standard error, are; one thread that Python would wait for
 LAST_WORDS = """
 import os, sys, threading, time
