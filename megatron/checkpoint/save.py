@@ -113,13 +113,14 @@ class Saver:
         if self.context.rank == 0:
             try:
                 self._publish(pending, everyones)
-                print(log_lines.saved_line(pending.iteration, self.folder), flush=True)
-                print(f"  saving took {time.monotonic() - pending.started:.2f} s", flush=True)
                 self._remove_older()
             except (OSError, RunError) as error:
                 problem = self._failure(pending.tag, str(error))
                 shutil.rmtree(self.folder / f"{pending.tag}.part", ignore_errors=True)
         agree(self.context, problem)
+        if self.context.rank == 0:  # not among what may fail above: a log that nobody reads is no failed save
+            print(log_lines.saved_line(pending.iteration, self.folder), flush=True)
+            print(f"  saving took {time.monotonic() - pending.started:.2f} s", flush=True)
 
     def _write(self, engine: Any, tag: str, state: dict, writer: TagWriter) -> None:
         """Collective: this rank's files into ``TAG.part``, or into memory; ends with a barrier."""
