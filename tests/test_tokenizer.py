@@ -197,6 +197,33 @@ def test_a_long_text_is_cut_for_other_tokenizers_only_where_that_changes_nothing
             assert (len(encoded) > 10) == (name in ("bloom", "gpt2")), name
 
 
+def test_a_long_text_is_cut_for_no_tokenizer_whose_words_depend_on_all_before_them(tmp_path, monkeypatch):
+    """Every second "a" of a long row is joined to the one before it, however that comes about."""
+    from tokenizers import AddedToken, Regex, models, pre_tokenizers
+    from tokenizers import Tokenizer as Library
+
+    def splits(pattern):
+        return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), plain])
+
+    plain, words = (pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=regex) for regex in (False, True))
+    over_a_space, in_words = [("Ġ", "a"), ("a", "Ġa"), ("Ġa", "Ġa")], [("Ġ", "a")]
+    vocab = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(one + two for one, two in over_a_space)]
+    cases = {"one word": (plain, over_a_space, []), "lines": (splits("[^\n]+"), over_a_space, []),
+             "pairs": (splits(r"\S+ \S+ ?"), over_a_space, []), "added": (words, in_words, [AddedToken("a a")]),
+             "grasping": (words, in_words, [AddedToken("bb", rstrip=True)])}
+    for name, (pre_tokenizer, merges, added) in cases.items():
+        library = Library(models.BPE({piece: i for i, piece in enumerate(vocab)}, merges))
+        library.pre_tokenizer = pre_tokenizer
+        library.add_tokens(added)
+        library.save(str(tmp_path / f"{name}.json"))
+        ours = build_tokenizer(hf_config(tmp_path / f"{name}.json"))
+        for text in ("a" + " a" * 900, "c a" + " a" * 900, "b" * 400 + " a" * 9, " ".join(["b" * 401, "a", "b" * 400, "a"] * 2)):
+            whole = ours._encode(text)
+            for size in (1, 300, 401, 402, 1000):
+                monkeypatch.setattr(segments, "SEGMENT", size)
+                assert ours.tokenize(text) == whole, (name, size, text[:5])
+
+
 def test_added_tokens_count_no_padding_is_made_up_and_data_of_another_tokenizer_are_refused(trained, tmp_path):
     """deepspeedai/DeepSpeed-MII#473 (size without added tokens), and elsewhere a begin token that was the end token."""
     from tokenizers import AddedToken

@@ -14,6 +14,8 @@ from megatron.tokenizer.base import Tokenizer
 _WORD_BY_WORD = {"Sequence", "Split", "ByteLevel", "Digits", "Punctuation", "Whitespace", "WhitespaceSplit"}
 _AROUND = 256
 """characters on each side that decide whether a text is cut at a place"""
+_PROBE = "a b c d e f gh ij kl m1 n2 3 4 5 6 78 90 A B Cd"
+"""all its words must begin at their spaces"""
 
 
 class PretrainedFromHF(Tokenizer):
@@ -43,6 +45,10 @@ class PretrainedFromHF(Tokenizer):
                          {role: i for role, i in special.items() if i is not None})
         self._backend = backend
         self._by_words = _encodes_words(backend)
+        added = list(getattr(backend, "added_tokens_decoder", {}).values())
+        #: added tokens that may reach over a space, as they hold one, or that take the one behind them
+        self._spaced = [token.content for token in added if " " in token.content[1:]]
+        self._grasping = tuple(token.content for token in added if token.rstrip)
 
     def tokenize(self, text: str) -> list[int]:
         self._check_text(text)
@@ -57,9 +63,16 @@ class PretrainedFromHF(Tokenizer):
         return self._backend(text, verbose=False)["input_ids"]  # verbose would warn of long documents
 
     def _is_cut(self, text: str, at: int) -> bool:
-        """Whether what stands around this place is encoded alike in one piece and in two (an added token may span it)."""
+        """Whether a word ends and one begins here, and what stands around is encoded alike in one piece and in two.
+
+        Added tokens are looked for in the text: which of several that overlap are found depends on all before them.
+        """
+        if text.endswith(self._grasping, 0, at) or any(
+                token in text[max(0, at - len(token) + 1):at + len(token) - 1] for token in self._spaced):
+            return False
         before, behind = text[max(0, at - _AROUND):at], text[at:at + _AROUND]
-        return self._encode(before + behind) == self._encode(before) + self._encode(behind)
+        return (_begins_words(self._backend.backend_tokenizer.pre_tokenizer, before + behind, [len(before)])
+                and self._encode(before + behind) == self._encode(before) + self._encode(behind))
 
     def detokenize(self, ids: Sequence[int]) -> str:
         self._check_ids(ids)
@@ -69,7 +82,8 @@ class PretrainedFromHF(Tokenizer):
 def _encodes_words(backend) -> bool:
     """Whether each word is encoded by itself, and nothing is added at the ends of a text.
 
-    So it is for the byte-level BPE of BLOOM and GPT-2. Others, of which this is not known, get their texts whole.
+    So it is for the byte-level BPE of BLOOM and GPT-2. Others, of which this is not known, get their texts whole,
+    such as those whose "words" are lines or reach over spaces: how these are merged depends on all that comes before.
     """
     library = getattr(backend, "backend_tokenizer", None)
     if library is None or library.normalizer is not None or library.pre_tokenizer is None:
@@ -77,8 +91,16 @@ def _encodes_words(backend) -> bool:
     steps = [json.loads(library.pre_tokenizer.__getstate__())]
     for step in steps:
         steps += step.get("pretokenizers", [])
+    spaces = [at for at, char in enumerate(_PROBE) if char == " "]
     return (all(step["type"] in _WORD_BY_WORD and not step.get("add_prefix_space") for step in steps)
+            and _begins_words(library.pre_tokenizer, _PROBE, spaces)
             and backend("a b")["input_ids"] == backend("a b", add_special_tokens=False)["input_ids"])
+
+
+def _begins_words(pre_tokenizer, text: str, places: Sequence[int]) -> bool:
+    """Whether no word of ``text`` reaches over one of these places."""
+    words = [ends for _, ends in pre_tokenizer.pre_tokenize_str(text)]
+    return not any(start < place < stop for start, stop in words for place in places)
 
 
 def _load(name: str):
