@@ -103,8 +103,8 @@ def count_bad_copies(optimizer: Any, context: ParallelContext) -> None:
         mark(counts, tensor_model_parallel=True)
 
         def with_carrier_of(gradients, params, *more):
-            real = _without_padding(gradients)
-            extra = carrier(list(zip(params, real)))
-            return norm_of(real + extra, [*params[:len(real)], *[counts for _ in extra]], *more)
+            held = list(zip(params, _without_padding(gradients)))  # as DeepSpeed pairs them: padding at the end is not marked
+            extra = carrier(held)
+            return norm_of([gradient for _, gradient in held] + extra, [param for param, _ in held] + [counts for _ in extra], *more)
 
         optimizer.get_grad_norm_direct = with_carrier_of

@@ -27,6 +27,28 @@ def copies_after(case: Case, base: str) -> dict:
     return {"copies": copies, "norms": norms, "moved": moved}
 
 
+def skipped_with_a_bad_copy(cases: list[Case], base: str) -> list[tuple[list[int], bool]]:
+    """Of each case: which of three updates are skipped, and whether this rank's weights stay finite.
+
+    In the second one the copy that the last rank has of a LayerNorm's bias gets a gradient that is not.
+    """
+    results = []
+    for case in cases:
+        _, context, _, engine, _ = build_run(case, base)
+        now, skipped = [0], []
+        if context.rank == context.world_size - 1:
+            def spoilt(gradient, now=now):
+                return gradient * float("inf") if now[0] == 1 else gradient
+
+            dict(engine.module.named_parameters())["3.input_layernorm.bias"].register_hook(spoilt)
+        for now[0] in range(3):
+            before = engine.skipped_steps
+            train_steps(engine, case, context, now[0], 1)
+            skipped += [now[0]] * (engine.skipped_steps - before)
+        results.append((skipped, all(bool(torch.isfinite(param).all()) for param in engine.module.parameters())))
+    return results
+
+
 def two_batches() -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids [3, LENGTH], and the same with another token at position CHANGED."""
     tokens, _, _ = batch(rows=3)

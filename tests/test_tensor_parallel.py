@@ -8,8 +8,10 @@ from command_lines import TINY, refusal
 from launching import launch
 from small_model import config
 from small_runs import Case, write_base
-from tensor_parallel_jobs import CHANGED, copies_after, logits_of, logits_over_tp
+from tensor_parallel_jobs import CHANGED, copies_after, logits_of, logits_over_tp, skipped_with_a_bad_copy
 from tiny_data import small_model_flags
+
+from megatron.config import BIAS_TERMS
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +35,15 @@ def test_twenty_clipped_bf16_steps_leave_all_copies_equal(bitfit, base, worker_g
         "weight", "master", "exp_avg", "exp_avg_sq") if part == "weight" or name in trained}
     assert all(torch.equal(value, second["copies"][key]) for key, value in first["copies"].items())
     assert first["moved"] == trained
+
+
+def test_a_bad_copy_skips_the_update_on_all_ranks_where_deepspeed_pads_a_rank_s_part(base, worker_group):
+    """LayerNorm biases alone: TP rank 1 has nothing that counts, and an odd number of values."""
+    cases = [Case(tp=2, layers=2, bitfit=True, bias_terms=terms, dtype=dtype, clip=clip)
+             for terms, dtype, clip in ((("layernorm",), "fp32", 1.0), (("layernorm",), "fp32", 0.0), (("layernorm",), "bf16", 1.0),
+                                        (("layernorm",), "fp16", 1.0), (BIAS_TERMS, "fp32", 1.0))]
+    for seen in worker_group(2).run(skipped_with_a_bad_copy, cases, base):
+        assert seen == [([1], True)] * len(cases)
 
 
 # --- logits -----------------------------------------------------------------------------------
