@@ -251,14 +251,14 @@ def _datasets(run: Start, task: Task) -> Datasets:
             problem = (f"an index of {', '.join(map(str, wanted))} samples for training, validation and test does not fit into "
                        f"memory ({error}); lower --train-iters, --train-samples or --eval-iters")
     agree(run.context, problem)
-    read = (datasets.train is not None, list(datasets.valid), list(datasets.test), datasets.facts())
+    read = (datasets.train is not None, list(datasets.valid), list(datasets.test), datasets.prints())
     everyone = [(run.context.reads_data, read)]
     if run.context.world_size > 1:
         everyone *= run.context.world_size
         dist.all_gather_object(everyone, (run.context.reads_data, read))
-    has_train, valid, test, facts = everyone[0][1]  # rank 0 always reads
+    has_train, valid, test, _ = everyone[0][1]  # rank 0 always reads
     check_same_data([theirs[-1] if reads else None for reads, theirs in everyone])
-    for name, words in facts.items():
+    for name, words in datasets.facts().items():
         run.say(f"{name} data: {words}")
     if not has_train and not run.settings.train.eval_only:
         raise SharedRunError("no training data: the share of --split for training holds no document")

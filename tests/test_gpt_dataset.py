@@ -10,10 +10,10 @@ import pytest
 
 from megatron.config import DataConfig
 from megatron.data import caching, gpt_dataset
-from megatron.data.gpt_dataset import Datasets, GPTDataset, build_datasets
+from megatron.data.gpt_dataset import Datasets, GPTDataset, build_datasets, check_same_data
 from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron.data.splits import parse_weighted_groups
-from megatron.errors import RunError
+from megatron.errors import RunError, SharedRunError
 
 
 def write(prefix, sizes, first=0):
@@ -325,6 +325,20 @@ def test_weighted_groups_read_their_ranges_and_keep_their_names(tmp_path):
     assert [
         name.split("_")[3] for name in caches(tmp_path) if name.endswith("doc_idx.npy") and "train" in name
     ] == ["31ns", "11ns"]
+
+
+def test_ranks_may_read_a_blend_from_folders_of_their_own_but_no_other_blend(tmp_path):
+    def prints(folder, sizes=(10, 20), weight="1"):
+        (tmp_path / folder).mkdir()
+        a, b = (write(tmp_path / folder / name, [size] * 20) for name, size in zip("ab", sizes))
+        return build_datasets(DataConfig(data_path=(weight, a, "2", b), split="8,1,1"), **WANTED).prints()
+
+    first = prints("first")
+    assert list(first) == ["training", "validation valid", "test test"][:len(first)] and len(first) > 1
+    check_same_data([first, None, prints("second"), None])
+    for other in (prints("third", sizes=(10, 21)), prints("fourth", weight="3")):
+        with pytest.raises(SharedRunError, match=r"different training data: \d+ samples, index hash \w{12} on rank 0, .* on rank 2;"):
+            check_same_data([first, None, other])
 
 
 def test_a_range_without_documents_is_refused(tmp_path):

@@ -149,27 +149,38 @@ class Datasets:
     test: Mapping[str, Dataset | None] = field(default_factory=dict)
 
     def facts(self) -> dict[str, str]:
-        """What each set holds, in words; equal on ranks that read the same samples in the same order."""
+        """What each set holds, in words."""
+        return {name: _facts(dataset) for name, dataset in self._sets().items()}
+
+    def prints(self) -> dict[str, str]:
+        """Length and hash of each set; equal on ranks that read the same samples in the same order, wherever these lie."""
+        return {name: _print(dataset) for name, dataset in self._sets().items()}
+
+    def _sets(self) -> dict[str, Dataset]:
         sets = {"training": self.train, **{f"validation {name}": each for name, each in self.valid.items()},
                 **{f"test {name}": each for name, each in self.test.items()}}
-        return {name: _facts(dataset) for name, dataset in sets.items() if dataset is not None}
+        return {name: dataset for name, dataset in sets.items() if dataset is not None}
+
+
+def _print(dataset: Dataset) -> str:
+    return f"{len(dataset)} samples, index hash {getattr(dataset, 'index_hash', 'none')}"
 
 
 def _facts(dataset: Dataset) -> str:
-    said = [f"{len(dataset)} samples"]
-    if isinstance(dataset, BlendedDataset):
-        shares = zip(dataset.names, dataset.shares(len(dataset)))
-        said += [f"{share:.4%} of {name}" for name, share in shares]
-    return ", ".join([*said, f"index hash {getattr(dataset, 'index_hash', 'none')}"])
+    if not isinstance(dataset, BlendedDataset):
+        return _print(dataset)
+    samples, index_hash = _print(dataset).split(", ")
+    shares = zip(dataset.names, dataset.shares(len(dataset)))
+    return ", ".join([samples, *(f"{share:.4%} of {name}" for name, share in shares), index_hash])
 
 
-def check_same_data(facts: Sequence[dict[str, str] | None]) -> None:
-    """Refuse ranks that read other samples than rank 0. ``facts`` are those of each rank, None where nothing is read.
+def check_same_data(prints: Sequence[dict[str, str] | None]) -> None:
+    """Refuse ranks that read other samples than rank 0. ``prints`` are those of each rank, None where nothing is read.
 
     Raises SharedRunError, as on all ranks that are given the same list.
     """
-    first = facts[0] or {}
-    for rank, other in enumerate(facts):
+    first = prints[0] or {}
+    for rank, other in enumerate(prints):
         if other is not None and other != first:
             name = next(name for name in {**first, **other} if first.get(name) != other.get(name))
             raise SharedRunError(f"the ranks read different {name} data: {first.get(name)} on rank 0, {other.get(name)} on "
