@@ -417,4 +417,5 @@ def test_memory_follows_one_layer_not_the_model(binary, tmp_path):
     for name, (there, back) in measured.items():
         assert there < 4 and back < 4, (name, measured)
     for one, other in zip(measured["few"], measured["many"]):
-        assert other < one + 1, measured
+        # the allocator keeps a layer more or less from run to run; following the model it would be 12 more
+        assert other < one + 2, measured
