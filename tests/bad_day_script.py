@@ -112,6 +112,7 @@ def arm(day: dict) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell runs the tests in its background
     day = json.loads(os.environ.get("BAD_DAY", "{}"))
     if day and day.get("rank", os.environ["RANK"]) == os.environ["RANK"]:
         arm(day)
